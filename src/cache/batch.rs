@@ -1,0 +1,316 @@
+//! The batch of the step under way: which sequences, which positions, which token slots.
+//!
+//! All buffers have their largest size from open on; a step writes prefixes of them.
+
+use super::sequence::SeqHandle;
+use super::{Cache, group_idx};
+use crate::device::BatchSeq;
+use crate::error::CacheError;
+use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
+use crate::units::{GroupIdx, LayerIdx};
+
+const _: () = assert!(size_of::<BatchSeq>() as u64 == BATCH_SEQ_BYTES);
+
+/// The blocks of a batch in compressed sparse row form, as FlashInfer takes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Csr<'a> {
+    /// Where each sequence's blocks begin in `kv_indices`, and the end. `[num_seqs + 1]`
+    pub kv_indptr: &'a [u32],
+    /// The blocks of all sequences that are in their windows, in order of position; the blocks of
+    /// sinks that the window has left are not among them. `[kv_indptr[num_seqs]]`
+    pub kv_indices: &'a [u32],
+    /// Tokens in each sequence's last block, 1..=`tokens_per_block`. `[num_seqs]`
+    pub kv_last_block_len: &'a [u32],
+}
+
+/// The buffers, and whether a step is open.
+#[derive(Debug)]
+pub(super) struct Batch {
+    pub(super) seqs: Vec<BatchSeq>,
+    pub(super) positions: Vec<u32>,
+    /// `[num_groups][tokens]`
+    pub(super) token_slots: Vec<Vec<u64>>,
+    pub(super) seq_lens: Vec<u32>,
+    /// `[num_layers]`
+    pub(super) appended: Vec<bool>,
+    kv_indptr: Vec<u32>,
+    kv_indices: Vec<u32>,
+    kv_last_block_len: Vec<u32>,
+    /// The number of the step, to tell sequences that it names from others.
+    number: u64,
+}
+
+impl Batch {
+    pub(super) fn new(plan: &Plan) -> Self {
+        let tokens = plan.limits.max_batch_tokens as usize;
+        let seqs = tokens.min(plan.seq_slots as usize);
+        let table_entries: usize = plan
+            .groups
+            .iter()
+            .map(|g| g.max_blocks_per_seq as usize * plan.seq_slots as usize)
+            .sum();
+        Self {
+            seqs: Vec::with_capacity(seqs),
+            positions: Vec::with_capacity(tokens),
+            token_slots: plan
+                .groups
+                .iter()
+                .map(|_| Vec::with_capacity(tokens))
+                .collect(),
+            seq_lens: Vec::with_capacity(seqs),
+            appended: vec![false; plan.layers.len()],
+            kv_indptr: Vec::with_capacity(seqs + 1),
+            kv_indices: Vec::with_capacity(table_entries),
+            kv_last_block_len: Vec::with_capacity(seqs),
+            number: 0,
+        }
+    }
+
+    fn clear(&mut self) {
+        self.seqs.clear();
+        self.positions.clear();
+        self.token_slots.iter_mut().for_each(Vec::clear);
+        self.seq_lens.clear();
+        self.appended.fill(false);
+    }
+}
+
+impl Cache {
+    /// Checks a batch and takes its blocks: all or nothing.
+    pub(super) fn open_step(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+        self.batch.number += 1;
+        self.check_batch(wanted)?;
+        self.check_batch_blocks(wanted)?;
+        self.batch.clear();
+        for &(sequence, tokens) in wanted {
+            self.take_for_step(sequence.slot, tokens);
+        }
+        self.note_peaks();
+        Ok(())
+    }
+
+    /// Handles, lengths, limits. Marks sequences with the step's number, which no one else reads.
+    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+        let limits = &self.plan.limits;
+        let mut total = 0_u64;
+        for &(sequence, tokens) in wanted {
+            let slot = self.seqs.check(sequence)?;
+            let record = self.seqs.record_mut(slot);
+            if record.last_step == self.batch.number {
+                return Err(CacheError::SequenceTwice { slot });
+            }
+            record.last_step = self.batch.number;
+            if tokens == 0 {
+                return Err(CacheError::ZeroTokens { slot });
+            }
+            if tokens > limits.max_step_tokens {
+                return Err(CacheError::StepTooLarge {
+                    wanted: u64::from(tokens),
+                    limit: limits.max_step_tokens,
+                    knob: "limits.max_step_tokens (tokens of one sequence)",
+                });
+            }
+            let len = u64::from(record.len) + u64::from(tokens);
+            if len > u64::from(record.limit) {
+                let knob = if record.limit < limits.max_seq_len {
+                    "max_len of begin"
+                } else {
+                    "limits.max_seq_len"
+                };
+                return Err(CacheError::SequenceTooLong {
+                    wanted: len,
+                    limit: record.limit,
+                    knob,
+                });
+            }
+            total += u64::from(tokens);
+        }
+        if total > u64::from(limits.max_batch_tokens) {
+            return Err(CacheError::StepTooLarge {
+                wanted: total,
+                limit: limits.max_batch_tokens,
+                knob: "limits.max_batch_tokens",
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether every paged group has the blocks. Under guaranteed admission they were promised.
+    fn check_batch_blocks(&self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+        for (g, group) in self.plan.groups.iter().enumerate() {
+            let Some(store) = self.pool.store(g) else {
+                continue;
+            };
+            let per_block = group.layout.unit_tokens;
+            let blocks: u64 = wanted
+                .iter()
+                .map(|&(sequence, tokens)| {
+                    let end = (self.seqs.record(sequence.slot).len + tokens).div_ceil(per_block);
+                    u64::from(end - self.seqs.state(sequence.slot, g).next)
+                })
+                .sum();
+            if blocks > u64::from(store.available()) {
+                return Err(CacheError::PoolExhausted {
+                    group: group_idx(g),
+                    wanted: blocks,
+                    available: u64::from(store.available()),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the blocks of one sequence and writes its part of the batch. There are enough.
+    fn take_for_step(&mut self, slot: u32, tokens: u32) {
+        let first_position = self.seqs.record(slot).len;
+        let end = first_position + tokens;
+        for group in 0..self.plan.groups.len() {
+            self.take_blocks(group, slot, end);
+            let layout = &self.plan.groups[group].layout;
+            let row = self.plan.groups[group].max_blocks_per_seq as usize;
+            let start = slot as usize * row;
+            let table = &self.tables[group][start..start + row];
+            let view = SeqView {
+                layout,
+                table,
+                slot,
+            };
+            let mut position = first_position;
+            while position < end {
+                let run = view.run(position, end);
+                let token_slot = view.token_slot(position);
+                self.batch.token_slots[group].extend(token_slot..token_slot + u64::from(run));
+                position += run;
+            }
+        }
+        let row_start = u32::try_from(self.batch.positions.len()).unwrap_or(u32::MAX);
+        self.batch.positions.extend(first_position..end);
+        self.batch.seqs.push(BatchSeq {
+            slot,
+            row_start,
+            rows: tokens,
+            first_position,
+        });
+        self.batch.seq_lens.push(end);
+    }
+
+    /// Gives a row the blocks that it lacks for its first `end` tokens.
+    fn take_blocks(&mut self, group: usize, slot: u32, end: u32) {
+        if self.pool.store(group).is_none() {
+            return;
+        }
+        let per_block = self.plan.groups[group].layout.unit_tokens;
+        for at in self.seqs.state(slot, group).next..end.div_ceil(per_block) {
+            let block = self.take_block(group, slot, at);
+            debug_assert!(block.is_some(), "check_batch_blocks counted them");
+            self.seqs.state_mut(slot, group).next = at + 1;
+        }
+    }
+
+    /// Undoes `open_step`: blocks go back in the reverse order, so the free lists are as before.
+    pub(super) fn undo_step(&mut self) {
+        for at in (0..self.batch.seqs.len()).rev() {
+            let BatchSeq {
+                slot,
+                first_position,
+                ..
+            } = self.batch.seqs[at];
+            for group in 0..self.plan.groups.len() {
+                if self.pool.store(group).is_some() {
+                    let per_block = self.plan.groups[group].layout.unit_tokens;
+                    self.give_back_from(group, slot, first_position.div_ceil(per_block));
+                }
+            }
+        }
+        self.batch.clear();
+        self.counters.steps_cancelled += 1;
+    }
+
+    /// Makes the batch's tokens part of their sequences.
+    pub(super) fn commit_step(&mut self) -> Result<(), CacheError> {
+        let missing = self.batch.appended.iter().filter(|done| !**done).count();
+        if missing > 0 && !self.batch.seqs.is_empty() {
+            let first = self
+                .batch
+                .appended
+                .iter()
+                .position(|done| !done)
+                .unwrap_or(0);
+            return Err(CacheError::StepIncomplete {
+                missing: u32::try_from(missing).unwrap_or(u32::MAX),
+                first: LayerIdx(u32::try_from(first).unwrap_or(u32::MAX)),
+            });
+        }
+        for at in 0..self.batch.seqs.len() {
+            let BatchSeq { slot, rows, .. } = self.batch.seqs[at];
+            for group in 0..self.plan.groups.len() {
+                let live = self.live_in(group, slot);
+                self.live_tokens[group] -= live;
+            }
+            let record = self.seqs.record_mut(slot);
+            record.len += rows;
+            record.high_water = record.high_water.max(record.len);
+            for group in 0..self.plan.groups.len() {
+                let live = self.live_in(group, slot);
+                self.live_tokens[group] += live;
+                self.leave_window(group, slot);
+            }
+            self.counters.tokens_appended += u64::from(rows);
+        }
+        self.batch.clear();
+        self.counters.steps_committed += 1;
+        self.note_peaks();
+        Ok(())
+    }
+
+    /// Gives back the blocks that have left the window of a paged group.
+    fn leave_window(&mut self, group: usize, slot: u32) {
+        let layers = &self.plan.groups[group];
+        if layers.window.is_none() || layers.kind == GroupKind::Contiguous {
+            return;
+        }
+        let per_block = layers.layout.unit_tokens;
+        let sink_blocks = layers.layout.sink_tokens.div_ceil(per_block);
+        let high_water = self.seqs.record(slot).high_water;
+        let first = self.plan.keep_from(group_idx(group), high_water) / per_block;
+        let from = self.seqs.state(slot, group).first.max(sink_blocks);
+        for at in from..first {
+            self.give_back_block(group, slot, at);
+        }
+        let state = self.seqs.state_mut(slot, group);
+        state.first = state.first.max(first);
+    }
+
+    /// Builds the CSR form of a paged group for the batch under way.
+    pub(super) fn build_csr(&mut self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
+        self.block_table(group)?;
+        let layers = &self.plan.groups[group.index()];
+        let row = layers.max_blocks_per_seq as usize;
+        let per_block = layers.layout.unit_tokens;
+        let Batch {
+            seqs,
+            seq_lens,
+            kv_indptr,
+            kv_indices,
+            kv_last_block_len,
+            ..
+        } = &mut self.batch;
+        kv_indptr.clear();
+        kv_indices.clear();
+        kv_last_block_len.clear();
+        kv_indptr.push(0);
+        for (seq, len) in seqs.iter().zip(seq_lens) {
+            let state = self.seqs.state(seq.slot, group.index());
+            let start = seq.slot as usize * row;
+            let blocks = start + state.first as usize..start + state.next as usize;
+            kv_indices.extend_from_slice(&self.tables[group.index()][blocks]);
+            kv_indptr.push(u32::try_from(kv_indices.len()).unwrap_or(u32::MAX));
+            kv_last_block_len.push((*len - 1) % per_block + 1);
+        }
+        Ok(Csr {
+            kv_indptr,
+            kv_indices,
+            kv_last_block_len,
+        })
+    }
+}

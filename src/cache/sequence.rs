@@ -1,0 +1,183 @@
+//! Sequences: their handles, their slots, and what each holds.
+
+use crate::error::CacheError;
+use crate::plan::{GROUP_STATE_BYTES, SEQ_RECORD_BYTES};
+
+/// A sequence as a value that can be checked: it is refused once the sequence was released, also
+/// when its slot has another sequence since, and by every other cache (P6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SeqHandle {
+    pub(crate) cache_id: u32,
+    pub(crate) slot: u32,
+    pub(crate) generation: u64,
+}
+
+impl SeqHandle {
+    /// The sequence's slot: its row in block tables and its unit in contiguous groups.
+    #[must_use]
+    pub const fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// A handle made of its parts, to be checked at its next use: for a border that carries
+    /// handles as plain numbers.
+    #[must_use]
+    pub const fn from_parts(cache_id: u32, slot: u32, generation: u64) -> Self {
+        Self {
+            cache_id,
+            slot,
+            generation,
+        }
+    }
+
+    /// The parts: the cache's id, the slot, the generation.
+    #[must_use]
+    pub const fn parts(&self) -> (u32, u32, u64) {
+        (self.cache_id, self.slot, self.generation)
+    }
+}
+
+/// One slot. `len ≤ high_water ≤ limit`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SeqRecord {
+    /// Raised each time the slot is released; the first sequence of a slot has 1.
+    pub(super) generation: u64,
+    pub(super) key: Option<u64>,
+    pub(super) alive: bool,
+    /// Tokens committed.
+    pub(super) len: u32,
+    /// The most tokens that were ever committed: what has left a window does not come back.
+    pub(super) high_water: u32,
+    /// Tokens that the sequence may have: what admission was asked for.
+    pub(super) limit: u32,
+    /// Raised each time a block leaves the sequence: a table row read before is stale.
+    pub(super) table_version: u64,
+    /// The number of the last step that named it.
+    pub(super) last_step: u64,
+}
+
+const _: () = assert!(size_of::<SeqRecord>() as u64 <= SEQ_RECORD_BYTES);
+
+/// What a sequence holds of one paged group: blocks `0..sink_blocks` and `first..next` of its
+/// row. All zeros in a contiguous group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct GroupState {
+    /// The first block of the row that has not left the window.
+    pub(super) first: u32,
+    /// The end of the blocks of the row.
+    pub(super) next: u32,
+    /// Blocks held.
+    pub(super) held: u32,
+    /// Blocks that admission promised in all; 0 under max-utilization.
+    pub(super) quota: u32,
+}
+
+const _: () = assert!(size_of::<GroupState>() as u64 == GROUP_STATE_BYTES);
+
+impl GroupState {
+    /// Blocks promised and not taken.
+    pub(super) fn promised(&self) -> u32 {
+        self.quota.saturating_sub(self.held)
+    }
+}
+
+/// The slots.
+#[derive(Debug)]
+pub(super) struct SeqTable {
+    pub(super) records: Vec<SeqRecord>,
+    /// Free slots; the last is the next to be taken.
+    pub(super) free: Vec<u32>,
+    /// State in every group. `[seq_slots, num_groups]`
+    states: Vec<GroupState>,
+    num_groups: usize,
+    cache_id: u32,
+}
+
+impl SeqTable {
+    pub(super) fn new(seq_slots: u32, num_groups: usize, cache_id: u32) -> Self {
+        let slots = seq_slots as usize;
+        Self {
+            records: vec![SeqRecord::default(); slots],
+            free: (0..seq_slots).rev().collect(),
+            states: vec![GroupState::default(); slots * num_groups],
+            num_groups,
+            cache_id,
+        }
+    }
+
+    /// The slot of a handle, when its sequence is alive.
+    pub(super) fn check(&self, handle: SeqHandle) -> Result<u32, CacheError> {
+        if handle.cache_id != self.cache_id {
+            return Err(CacheError::ForeignHandle);
+        }
+        match self.records.get(handle.slot as usize) {
+            Some(record) if record.alive && record.generation == handle.generation => {
+                Ok(handle.slot)
+            }
+            _ => Err(CacheError::StaleHandle {
+                slot: handle.slot,
+                generation: handle.generation,
+            }),
+        }
+    }
+
+    pub(super) fn alive(&self) -> u32 {
+        // Both are at most `seq_slots`, a u32.
+        u32::try_from(self.records.len() - self.free.len()).unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn has_key(&self, key: u64) -> bool {
+        self.records
+            .iter()
+            .any(|record| record.alive && record.key == Some(key))
+    }
+
+    pub(super) fn record(&self, slot: u32) -> &SeqRecord {
+        &self.records[slot as usize]
+    }
+
+    pub(super) fn record_mut(&mut self, slot: u32) -> &mut SeqRecord {
+        &mut self.records[slot as usize]
+    }
+
+    pub(super) fn state(&self, slot: u32, group: usize) -> &GroupState {
+        &self.states[slot as usize * self.num_groups + group]
+    }
+
+    pub(super) fn state_mut(&mut self, slot: u32, group: usize) -> &mut GroupState {
+        &mut self.states[slot as usize * self.num_groups + group]
+    }
+
+    /// Takes the next free slot for a sequence and gives its handle. The caller has checked that
+    /// there is one.
+    pub(super) fn take(&mut self, key: Option<u64>, limit: u32) -> Option<SeqHandle> {
+        let slot = self.free.pop()?;
+        let record = self.record_mut(slot);
+        let generation = record.generation + 1;
+        *record = SeqRecord {
+            generation,
+            key,
+            alive: true,
+            limit,
+            ..SeqRecord::default()
+        };
+        Some(SeqHandle {
+            cache_id: self.cache_id,
+            slot,
+            generation,
+        })
+    }
+
+    /// Gives a slot back; its handles are stale from here on.
+    pub(super) fn give_back(&mut self, slot: u32) {
+        let record = self.record_mut(slot);
+        *record = SeqRecord {
+            generation: record.generation,
+            ..SeqRecord::default()
+        };
+        for group in 0..self.num_groups {
+            *self.state_mut(slot, group) = GroupState::default();
+        }
+        self.free.push(slot);
+    }
+}

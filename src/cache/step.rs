@@ -1,0 +1,278 @@
+//! One step of the model: the transaction in which tokens enter the cache.
+
+use super::sequence::SeqHandle;
+use super::{Cache, Csr};
+use crate::device::{AppendArgs, AttendArgs, BatchSeq, TensorMut, TensorRef};
+use crate::error::CacheError;
+use crate::units::{GroupIdx, LayerIdx};
+
+/// How attention is computed.
+#[derive(Debug, Default)]
+pub struct AttendOptions<'a> {
+    /// Factor on q·k before the softmax. Default: 1 / √`head_dim`.
+    pub softmax_scale: Option<f32>,
+    /// Where the natural logarithm of the softmax's denominator goes.
+    /// `[num_tokens, num_q_heads]`
+    pub lse: Option<&'a mut [f32]>,
+}
+
+/// An open step: its token slots are reserved, and nothing is part of a sequence yet.
+///
+/// [`Step::commit`] makes it so; [`Step::cancel`], or dropping the step, gives everything back and
+/// leaves the cache as it was before [`Cache::reserve`] (the handles of blocks that the step had
+/// taken are stale). Rows of all tensors are in the order of the reservation: all tokens of the
+/// first sequence, then those of the second, and so on.
+#[must_use = "a step that is dropped is cancelled"]
+#[derive(Debug)]
+pub struct Step<'a> {
+    cache: &'a mut Cache,
+    /// Whether dropping still has to undo the step.
+    open: bool,
+}
+
+impl Cache {
+    /// Opens a step that appends so many tokens to each of these sequences: prefilling ones
+    /// (many tokens) and decoding ones (one) together. No sequences at all is a valid step.
+    ///
+    /// # Errors
+    /// Stale, foreign or repeated handles, 0 tokens, a limit exceeded, or
+    /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
+    pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
+        self.open_step(wanted)?;
+        Ok(Step {
+            cache: self,
+            open: true,
+        })
+    }
+}
+
+impl Step<'_> {
+    /// Tokens of the step.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.cache.batch.positions.len()
+    }
+
+    /// Each token's position in its sequence: what a position encoding must use. `[num_tokens]`
+    #[must_use]
+    pub fn positions(&self) -> &[u32] {
+        &self.cache.batch.positions
+    }
+
+    /// The step's sequences: slot, rows and first position. `[num_seqs]`
+    #[must_use]
+    pub fn seqs(&self) -> &[BatchSeq] {
+        &self.cache.batch.seqs
+    }
+
+    /// Each sequence's length with the step's tokens. `[num_seqs]`
+    #[must_use]
+    pub fn seq_lens(&self) -> &[u32] {
+        &self.cache.batch.seq_lens
+    }
+
+    /// Each token's place in a group: `unit · unit_tokens + token`. `[num_tokens]`
+    ///
+    /// # Errors
+    /// A group that does not exist.
+    pub fn token_slots(&self, group: GroupIdx) -> Result<&[u64], CacheError> {
+        match self.cache.batch.token_slots.get(group.index()) {
+            Some(slots) => Ok(slots),
+            None => Err(self.cache.no_such_group(group, "a group")),
+        }
+    }
+
+    /// A group's block table, row by sequence slot, and the entries of a row.
+    ///
+    /// # Errors
+    /// A group that does not exist or is contiguous.
+    pub fn block_table(&self, group: GroupIdx) -> Result<(&[u32], u32), CacheError> {
+        self.cache.block_table(group)
+    }
+
+    /// A group's blocks in CSR form, the step's tokens included.
+    ///
+    /// # Errors
+    /// A group that does not exist or is contiguous.
+    pub fn csr(&mut self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
+        self.cache.build_csr(group)
+    }
+
+    /// Stores K and V of the step's tokens in a layer. `[num_tokens, num_kv_heads, head_dim]` each
+    ///
+    /// # Errors
+    /// A layer that does not exist or has been appended, a wrong shape; nothing changes.
+    pub fn append(
+        &mut self,
+        layer: LayerIdx,
+        k: TensorRef<'_>,
+        v: TensorRef<'_>,
+    ) -> Result<(), CacheError> {
+        let place = self.place(layer)?;
+        if self.cache.batch.appended[layer.index()] {
+            return Err(CacheError::AlreadyAppended { layer });
+        }
+        let geometry = &self.cache.plan.geometry;
+        let row = geometry.num_kv_heads as usize * geometry.head_dim as usize;
+        let expected = self.num_tokens() * row;
+        let shape = "[num_tokens, num_kv_heads, head_dim]";
+        for (what, got) in [("k", k.len()), ("v", v.len())] {
+            if got != expected {
+                return Err(CacheError::WrongShape {
+                    what,
+                    got,
+                    expected,
+                    shape,
+                });
+            }
+        }
+        let Cache {
+            plan,
+            pool,
+            batch,
+            counters,
+            ..
+        } = &mut *self.cache;
+        let counts = pool.device.append(&AppendArgs {
+            layout: &plan.groups[place.group.index()].layout,
+            layer: place.index,
+            scales: plan.scales_of(layer),
+            token_slots: &batch.token_slots[place.group.index()],
+            k,
+            v,
+        })?;
+        counters.nonfinite += counts.nonfinite;
+        counters.saturated += counts.saturated;
+        batch.appended[layer.index()] = true;
+        Ok(())
+    }
+
+    /// Declares that an engine's own kernels have written K and V of the step in a layer.
+    ///
+    /// # Errors
+    /// A layer that does not exist or has been appended.
+    pub fn mark_appended(&mut self, layer: LayerIdx) -> Result<(), CacheError> {
+        self.place(layer)?;
+        if std::mem::replace(&mut self.cache.batch.appended[layer.index()], true) {
+            return Err(CacheError::AlreadyAppended { layer });
+        }
+        Ok(())
+    }
+
+    /// Causal attention of the step's queries over everything that their sequences hold in a
+    /// layer, the step's own tokens included. `q` and `out` are
+    /// `[num_tokens, num_q_heads, head_dim]`; the layer's window and sinks apply. Sums are kept
+    /// in f32 or better.
+    ///
+    /// # Errors
+    /// A layer that does not exist or was not appended yet, a wrong shape, a softmax scale that is
+    /// not finite and positive. Nothing is written then.
+    pub fn attend(
+        &mut self,
+        layer: LayerIdx,
+        q: TensorRef<'_>,
+        out: TensorMut<'_>,
+        options: AttendOptions<'_>,
+    ) -> Result<(), CacheError> {
+        let place = self.place(layer)?;
+        if !self.cache.batch.appended[layer.index()] {
+            return Err(CacheError::AttendBeforeAppend { layer });
+        }
+        let geometry = &self.cache.plan.geometry;
+        let softmax_scale = options
+            .softmax_scale
+            .unwrap_or_else(|| 1.0 / f32_of(geometry.head_dim).sqrt());
+        if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
+            return Err(CacheError::BadSoftmaxScale);
+        }
+        let heads = self.num_tokens() * geometry.num_q_heads as usize;
+        let expected = heads * geometry.head_dim as usize;
+        let shape = "[num_tokens, num_q_heads, head_dim]";
+        for (what, got) in [("q", q.len()), ("out", out.len())] {
+            if got != expected {
+                return Err(CacheError::WrongShape {
+                    what,
+                    got,
+                    expected,
+                    shape,
+                });
+            }
+        }
+        if let Some(lse) = options.lse.as_ref().filter(|lse| lse.len() != heads) {
+            let shape = "[num_tokens, num_q_heads]";
+            return Err(CacheError::WrongShape {
+                what: "lse",
+                got: lse.len(),
+                expected: heads,
+                shape,
+            });
+        }
+        let num_q_heads = geometry.num_q_heads;
+        let Cache {
+            plan,
+            pool,
+            batch,
+            tables,
+            ..
+        } = &mut *self.cache;
+        let group = &plan.groups[place.group.index()];
+        pool.device.attend(&mut AttendArgs {
+            layout: &group.layout,
+            layer: place.index,
+            scales: plan.scales_of(layer),
+            window: group.window.unwrap_or(0),
+            num_q_heads,
+            softmax_scale,
+            seqs: &batch.seqs,
+            tables: &tables[place.group.index()],
+            table_row: group.max_blocks_per_seq,
+            q,
+            out,
+            lse: options.lse,
+        })?;
+        Ok(())
+    }
+
+    /// Makes the step's tokens part of their sequences. Blocks that have left the window of a
+    /// windowed layer go back.
+    ///
+    /// # Errors
+    /// [`CacheError::StepIncomplete`] when a layer was neither appended nor marked; the step is
+    /// then cancelled.
+    pub fn commit(mut self) -> Result<(), CacheError> {
+        self.cache.commit_step()?;
+        self.open = false;
+        Ok(())
+    }
+
+    /// Gives everything back; the same as dropping the step.
+    pub fn cancel(self) {
+        drop(self);
+    }
+
+    fn place(&self, layer: LayerIdx) -> Result<crate::plan::LayerPlace, CacheError> {
+        let layers = &self.cache.plan.layers;
+        layers
+            .get(layer.index())
+            .copied()
+            .ok_or(CacheError::NoSuchLayer {
+                layer,
+                num_layers: self.cache.plan.geometry.num_layers,
+            })
+    }
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            self.cache.undo_step();
+        }
+    }
+}
+
+/// The number as f32; `head_dim` is far below 2²⁴.
+fn f32_of(number: u32) -> f32 {
+    #[expect(clippy::cast_precision_loss, reason = "head_dim is at most 1024")]
+    let value = number as f32;
+    value
+}

@@ -1,0 +1,352 @@
+//! What the types of the file cannot say: ranges, and settings that contradict each other.
+
+use std::ops::RangeInclusive;
+
+use super::complaint::Complaint;
+use super::{
+    CacheConfig, CacheMode, Config, ContiguousLayers, Format, Geometry, HybridConfig, Int8Config,
+    LimitsConfig, ScaleKind, StaticScale,
+};
+
+/// The most sequences; a sequence slot is addressed with fewer than 32 bits.
+const MAX_SEQS: u32 = 1_048_576;
+/// The most tokens of a sequence or a step.
+const MAX_TOKENS: u32 = 16_777_216;
+/// The sizes of a block that the kernels are made for.
+const TOKENS_PER_BLOCK: [u32; 5] = [8, 16, 32, 64, 128];
+/// The most worker threads.
+const MAX_THREADS: u32 = 1024;
+
+/// Checks everything but the workload and the variants.
+pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
+    check_limits(&config.limits)?;
+    check_cache(&config.cache, geometry)?;
+    in_range("device.threads", config.device.threads, 0..=MAX_THREADS)
+}
+
+/// Which layers are contiguous, one entry a layer: all with `contiguous`, none with `paged`.
+///
+/// The config must have been checked, as [`super::load`] and [`super::parse`] do; layers that
+/// `contiguous_layers` names wrongly count as paged.
+#[must_use]
+pub fn contiguous_set(config: &Config, geometry: &Geometry) -> Vec<bool> {
+    let all = |contiguous| vec![contiguous; geometry.windows.len()];
+    match config.cache.mode {
+        CacheMode::Contiguous => all(true),
+        CacheMode::Paged => all(false),
+        CacheMode::Hybrid => {
+            let HybridConfig { contiguous_layers } =
+                config.cache.hybrid.clone().unwrap_or_default();
+            named_layers(&contiguous_layers, geometry).unwrap_or_else(|_| all(false))
+        }
+    }
+}
+
+/// Refuses a number outside its range.
+fn in_range(key: &str, number: u32, range: RangeInclusive<u32>) -> Result<(), Complaint> {
+    if range.contains(&number) {
+        return Ok(());
+    }
+    Err(Complaint::new(key, format!("{number} is out of range")))
+}
+
+fn check_limits(limits: &LimitsConfig) -> Result<(), Complaint> {
+    in_range("limits.max_seqs", limits.max_seqs, 1..=MAX_SEQS)?;
+    in_range("limits.max_seq_len", limits.max_seq_len, 1..=MAX_TOKENS)?;
+    in_range(
+        "limits.max_batch_tokens",
+        limits.max_batch_tokens,
+        1..=MAX_TOKENS,
+    )?;
+    if let Some(step) = limits.max_step_tokens
+        && !(1..=limits.max_batch_tokens).contains(&step)
+    {
+        let problem = format!(
+            "{step} is out of range (limits.max_batch_tokens is {})",
+            limits.max_batch_tokens
+        );
+        return Err(Complaint::new("limits.max_step_tokens", problem));
+    }
+    if limits.max_rewind_tokens > limits.max_seq_len {
+        let problem = format!(
+            "{} is out of range (limits.max_seq_len is {})",
+            limits.max_rewind_tokens, limits.max_seq_len
+        );
+        return Err(Complaint::new("limits.max_rewind_tokens", problem));
+    }
+    Ok(())
+}
+
+fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint> {
+    if !TOKENS_PER_BLOCK.contains(&cache.tokens_per_block) {
+        let problem = format!(
+            "{} is not a size that blocks can have",
+            cache.tokens_per_block
+        );
+        return Err(Complaint::new("cache.tokens_per_block", problem));
+    }
+    match (&cache.int8, cache.format) {
+        (Some(int8), Format::Int8) => check_scales(int8, geometry)?,
+        (Some(_), format) => {
+            return Err(Complaint::with_help(
+                "cache.int8",
+                format!("holds scales, and cache.format = \"{format}\" has none"),
+                "remove [cache.int8], or write cache.format = \"int8\"",
+            ));
+        }
+        (None, _) => {}
+    }
+    if cache.mode == CacheMode::Hybrid {
+        return check_hybrid(&cache.hybrid.clone().unwrap_or_default(), geometry);
+    }
+    if cache.hybrid.is_some() {
+        return Err(Complaint::with_help(
+            "cache.hybrid",
+            format!(
+                "names contiguous layers, and cache.mode = \"{}\"",
+                cache.mode
+            ),
+            "remove [cache.hybrid], or write cache.mode = \"hybrid\"",
+        ));
+    }
+    Ok(())
+}
+
+fn check_scales(int8: &Int8Config, geometry: &Geometry) -> Result<(), Complaint> {
+    if int8.scale == ScaleKind::PerGroup32 && !geometry.head_dim.is_multiple_of(32) {
+        return Err(Complaint::with_help(
+            "cache.int8.scale",
+            format!(
+                "groups of 32 do not divide the model's head_dim of {}",
+                geometry.head_dim
+            ),
+            "write \"per-token-head\" or \"per-tensor\"",
+        ));
+    }
+    for (key, scale) in [
+        ("cache.int8.k_scale", &int8.k_scale),
+        ("cache.int8.v_scale", &int8.v_scale),
+    ] {
+        match (scale, int8.scale) {
+            (Some(scale), ScaleKind::PerTensor) => check_static_scale(key, scale, geometry)?,
+            (None, ScaleKind::PerTensor) => {
+                return Err(Complaint::new(
+                    key,
+                    "is missing; cache.int8.scale = \"per-tensor\" needs it",
+                ));
+            }
+            (Some(_), kind) => {
+                return Err(Complaint::with_help(
+                    key,
+                    format!("cache.int8.scale = \"{kind}\" computes its scales from the data"),
+                    "remove it, or write cache.int8.scale = \"per-tensor\"",
+                ));
+            }
+            (None, _) => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_static_scale(
+    key: &str,
+    scale: &StaticScale,
+    geometry: &Geometry,
+) -> Result<(), Complaint> {
+    let usable = |key: &str, scale: f32| {
+        if scale.is_finite() && scale > 0.0 {
+            return Ok(());
+        }
+        // Too large for f32 is infinite here, and too small is 0.
+        Err(Complaint::new(
+            key,
+            format!("{scale} is no finite number above 0 (in single precision)"),
+        ))
+    };
+    match scale {
+        StaticScale::One(scale) => usable(key, *scale),
+        StaticScale::PerLayer(scales) if scales.len() == geometry.windows.len() => scales
+            .iter()
+            .enumerate()
+            .try_for_each(|(layer, scale)| usable(&format!("{key}.{layer}"), *scale)),
+        StaticScale::PerLayer(scales) => {
+            let problem = format!(
+                "has {} entries for {} layers",
+                scales.len(),
+                geometry.windows.len()
+            );
+            Err(Complaint::new(key, problem))
+        }
+    }
+}
+
+fn check_hybrid(hybrid: &HybridConfig, geometry: &Geometry) -> Result<(), Complaint> {
+    const KEY: &str = "cache.hybrid.contiguous_layers";
+    let set = named_layers(&hybrid.contiguous_layers, geometry)
+        .map_err(|problem| Complaint::new(KEY, problem))?;
+    let shown = describe(&hybrid.contiguous_layers);
+    // A plan with one kind of layer only is no hybrid. Most likely the wrong layers were named.
+    if !set.contains(&true) {
+        return Err(Complaint::with_help(
+            KEY,
+            format!("{shown} names no layer of this model, so every layer would be paged"),
+            "name some layers, or write cache.mode = \"paged\"",
+        ));
+    }
+    if !set.contains(&false) {
+        return Err(Complaint::with_help(
+            KEY,
+            format!(
+                "{shown} names all {} layers, so none would be paged",
+                set.len()
+            ),
+            "name fewer layers, or write cache.mode = \"contiguous\"",
+        ));
+    }
+    Ok(())
+}
+
+/// `contiguous_layers` as it was written.
+fn describe(layers: &ContiguousLayers) -> String {
+    match layers {
+        ContiguousLayers::Named(name) => format!("{name:?}"),
+        ContiguousLayers::List(_) => "the list".to_owned(),
+    }
+}
+
+/// Which layers are named, one entry a layer; or what is wrong with the naming.
+fn named_layers(layers: &ContiguousLayers, geometry: &Geometry) -> Result<Vec<bool>, String> {
+    let num_layers = geometry.windows.len();
+    let between = |from: usize, to: usize| -> Vec<bool> {
+        (0..num_layers)
+            .map(|layer| (from..to).contains(&layer))
+            .collect()
+    };
+    let name = match layers {
+        ContiguousLayers::List(list) => return listed_layers(list, num_layers),
+        ContiguousLayers::Named(name) => name.as_str(),
+    };
+    if name == "windowed" {
+        return Ok(geometry.windows.iter().map(|window| *window > 0).collect());
+    }
+    if let Some(count) = name
+        .strip_prefix("first:")
+        .and_then(|count| count.parse().ok())
+    {
+        if !(1..=num_layers).contains(&count) {
+            return Err(format!(
+                "{name:?} is out of range; the model has {num_layers} layers"
+            ));
+        }
+        return Ok(between(0, count));
+    }
+    let range = name.split_once("..").and_then(|(from, to)| {
+        Some((
+            from.trim().parse::<usize>().ok()?,
+            to.trim().parse::<usize>().ok()?,
+        ))
+    });
+    match range {
+        Some((from, to)) if from >= to => Err(format!("{name:?} is an empty range of layers")),
+        Some((_, to)) if to > num_layers => Err(format!(
+            "{name:?} is out of range; the model has {num_layers} layers"
+        )),
+        Some((from, to)) => Ok(between(from, to)),
+        None => Err(format!("{name:?} names no layers")),
+    }
+}
+
+fn listed_layers(list: &[u32], num_layers: usize) -> Result<Vec<bool>, String> {
+    if list.is_empty() {
+        return Err("is an empty list".to_owned());
+    }
+    let mut set = vec![false; num_layers];
+    for layer in list {
+        match set.get_mut(*layer as usize) {
+            Some(true) => return Err(format!("layer {layer} is listed twice")),
+            Some(entry) => *entry = true,
+            None => {
+                return Err(format!(
+                    "layer {layer} does not exist; the model has {num_layers}, counted from 0"
+                ));
+            }
+        }
+    }
+    Ok(set)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model(windows: &[u32]) -> Geometry {
+        let num_layers = u32::try_from(windows.len()).unwrap();
+        Geometry::checked([num_layers, 8, 2, 48], windows, 0).unwrap()
+    }
+
+    fn named(text: &str) -> ContiguousLayers {
+        ContiguousLayers::Named(text.to_owned())
+    }
+
+    #[test]
+    fn layers_are_named_in_four_ways() {
+        let geometry = model(&[7, 0, 7, 0]);
+        for (layers, set) in [
+            (named("windowed"), [true, false, true, false]),
+            (named("first:1"), [true, false, false, false]),
+            (named("first:4"), [true; 4]),
+            (named("1..3"), [false, true, true, false]),
+            (
+                ContiguousLayers::List(vec![3, 0]),
+                [true, false, false, true],
+            ),
+        ] {
+            assert_eq!(named_layers(&layers, &geometry).unwrap(), set, "{layers:?}");
+        }
+        for layers in [
+            named(""),
+            named("all"),
+            named("first:"),
+            named("first:0"),
+            named("first:5"),
+            named("first:-1"),
+            named("2..2"),
+            named("3..1"),
+            named("2..5"),
+            named("..2"),
+            ContiguousLayers::List(vec![]),
+            ContiguousLayers::List(vec![4]),
+            ContiguousLayers::List(vec![1, 1]),
+        ] {
+            assert!(named_layers(&layers, &geometry).is_err(), "{layers:?}");
+        }
+    }
+
+    #[test]
+    fn a_hybrid_of_one_kind_is_sent_to_that_mode() {
+        let windowed = HybridConfig::default();
+        let none = check_hybrid(&windowed, &model(&[0, 0])).unwrap_err();
+        assert!(none.help.ends_with("write cache.mode = \"paged\""));
+        let all = check_hybrid(&windowed, &model(&[7, 7])).unwrap_err();
+        assert!(all.help.ends_with("write cache.mode = \"contiguous\""));
+        assert_eq!(check_hybrid(&windowed, &model(&[7, 0])), Ok(()));
+    }
+
+    #[test]
+    fn groups_of_32_need_a_head_dim_that_they_divide() {
+        let int8 = Int8Config {
+            scale: ScaleKind::PerGroup32,
+            ..Int8Config::default()
+        };
+        let geometry = model(&[0]);
+        assert_eq!(
+            check_scales(&int8, &geometry).unwrap_err().key,
+            "cache.int8.scale"
+        );
+        let geometry = Geometry {
+            head_dim: 64,
+            ..geometry
+        };
+        assert_eq!(check_scales(&int8, &geometry), Ok(()));
+    }
+}

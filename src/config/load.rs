@@ -1,0 +1,297 @@
+//! From a file to a checked [`Config`], with the origin of every setting.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::de::{self, Deserializer, Visitor};
+use serde_path_to_error::Segment;
+use toml::{Table, Value};
+
+use crate::error::{ConfigError, Origin};
+use crate::units::Bytes;
+
+use super::complaint::{Complaint, Refused, nearest};
+use super::locate::Origins;
+use super::overlay::describe;
+use super::{Config, Geometry, check, keys, locate, model, overlay, variant};
+
+/// The largest configuration file. Real ones have a few kilobytes; what is larger is some other
+/// file, and is not worth parsing.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// A configuration that was read and checked.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The settings, overrides included.
+    pub config: Config,
+    /// The model's geometry, whichever way the file names the model.
+    pub geometry: Geometry,
+    /// The file.
+    pub path: PathBuf,
+    origins: Origins,
+}
+
+impl Source {
+    /// Where a setting was given, by its dotted key (`limits.max_seqs`, `variant.0.mode`). A
+    /// setting that was not given has the origin of its table, or of the file as a whole (line 0).
+    #[must_use]
+    pub fn origin(&self, key: &str) -> Origin {
+        self.origins.of(key)
+    }
+
+    /// The effective configuration of each variant, by its name. A file without variants has one,
+    /// named `default`: the file itself.
+    #[must_use]
+    pub fn variants(&self) -> Vec<(String, Config)> {
+        if self.config.variant.is_empty() {
+            return vec![("default".to_owned(), self.config.clone())];
+        }
+        let variants = self.config.variant.iter();
+        variants
+            .map(|variant| (variant.name.clone(), variant.apply(&self.config)))
+            .collect()
+    }
+}
+
+/// Reads a configuration file. `overrides` are `key=value` texts that replace settings of the
+/// file, such as `limits.max_seqs=8`.
+///
+/// # Errors
+/// [`ConfigError`]: the file cannot be read, is no TOML, or one of its settings is missing,
+/// unknown, of the wrong type, out of range, or contradicts another.
+pub fn load(path: &Path, overrides: &[String]) -> Result<Source, ConfigError> {
+    parse(&read_text(path, MAX_BYTES)?, path, overrides)
+}
+
+/// Reads a configuration from a text. `path` names it in errors, and its folder is where a
+/// relative `model.hf_config` starts from.
+///
+/// # Errors
+/// As [`load`].
+pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Source, ConfigError> {
+    if text.len() as u64 > MAX_BYTES {
+        return Err(too_large(path, MAX_BYTES));
+    }
+    let (mut table, mut origins) = locate::read(text, path)?;
+    for argument in overrides {
+        overlay::set(&mut table, &mut origins, argument)?;
+    }
+    if table.is_empty() {
+        return Err(ConfigError::Syntax {
+            origin: Origin::File {
+                path: path.to_owned(),
+                line: 0,
+            },
+            problem: "has no settings; expected at least [model], [limits] and [cache]".to_owned(),
+        });
+    }
+    let located = |complaint| origins.locate(complaint);
+    let config = deserialize(table).map_err(located)?;
+    if let Some(workload) = &config.workload {
+        workload
+            .check(origins.is_given("workload.length_scale"))
+            .map_err(located)?;
+    }
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let geometry = model::resolve(&config.model, folder).map_err(|refused| match refused {
+        Refused::Setting(complaint) => located(complaint),
+        Refused::Elsewhere(error) => error,
+    })?;
+    check::check(&config, &geometry).map_err(located)?;
+    check_variants(&config, &geometry).map_err(located)?;
+    Ok(Source {
+        config,
+        geometry,
+        path: path.to_owned(),
+        origins,
+    })
+}
+
+/// Checks what every variant runs with, as if it were a file of its own.
+fn check_variants(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
+    variant::check_names(&config.variant)?;
+    for (index, variant) in config.variant.iter().enumerate() {
+        let effective = variant.apply(config);
+        variant.check(&effective).map_err(|complaint| Complaint {
+            key: format!("variant.{index}.{}", complaint.key),
+            ..complaint
+        })?;
+        check::check(&effective, geometry)
+            .map_err(|complaint| variant.own_complaint(index, complaint))?;
+    }
+    Ok(())
+}
+
+/// The text of a file of at most `max_bytes`.
+pub(super) fn read_text(path: &Path, max_bytes: u64) -> Result<String, ConfigError> {
+    let refused = |problem: String| ConfigError::Read {
+        path: path.to_owned(),
+        problem,
+    };
+    let io = |error: std::io::Error| refused(error.to_string());
+    let file = File::open(path).map_err(io)?;
+    if file.metadata().map_err(io)?.is_dir() {
+        return Err(refused("is a directory; expected a file".to_owned()));
+    }
+    // Not the length that the metadata tell: a device or a pipe has none.
+    let mut bytes = Vec::new();
+    file.take(max_bytes + 1)
+        .read_to_end(&mut bytes)
+        .map_err(io)?;
+    if bytes.len() as u64 > max_bytes {
+        return Err(too_large(path, max_bytes));
+    }
+    String::from_utf8(bytes).map_err(|error| {
+        let valid = error.utf8_error().valid_up_to();
+        let before = &error.as_bytes()[..valid];
+        let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
+        ConfigError::Syntax {
+            origin: Origin::File {
+                path: path.to_owned(),
+                line,
+            },
+            problem: format!(
+                "byte 0x{:02x} is not UTF-8; expected a text file in UTF-8",
+                error.as_bytes()[valid]
+            ),
+        }
+    })
+}
+
+/// The error of a file that is not worth reading.
+fn too_large(path: &Path, max_bytes: u64) -> ConfigError {
+    let limit = crate::units::grouped(max_bytes);
+    ConfigError::Read {
+        path: path.to_owned(),
+        problem: format!("it is too large; expected a configuration of at most {limit} bytes"),
+    }
+}
+
+/// The values as a [`Config`].
+fn deserialize(table: Table) -> Result<Config, Complaint> {
+    let root = Value::Table(table);
+    for key in keys::TABLES {
+        expect_table(&root, key)?;
+    }
+    let variants = find(&root, "variant")
+        .and_then(Value::as_array)
+        .map_or(0, Vec::len);
+    for index in 0..variants {
+        expect_table(&root, &format!("variant.{index}"))?;
+    }
+    serde_path_to_error::deserialize(root.clone())
+        .map_err(|error| explain(&dotted(error.path()), error.inner().message(), &root))
+}
+
+/// A path as a dotted key; the index of a list is a part like any other.
+fn dotted(path: &serde_path_to_error::Path) -> String {
+    let part = |segment: &Segment| match segment {
+        Segment::Seq { index } => Some(index.to_string()),
+        Segment::Map { key } => Some(key.clone()),
+        Segment::Enum { .. } | Segment::Unknown => None,
+    };
+    path.iter().filter_map(part).collect::<Vec<_>>().join(".")
+}
+
+/// Refuses anything but a table at a place that needs one, if something is there.
+fn expect_table(root: &Value, key: &str) -> Result<(), Complaint> {
+    match find(root, key) {
+        None | Some(Value::Table(_)) => Ok(()),
+        Some(other) => Err(Complaint::new(key, format!("found {}", describe(other)))),
+    }
+}
+
+/// The value at a dotted key.
+fn find<'a>(root: &'a Value, key: &str) -> Option<&'a Value> {
+    key.split('.').try_fold(root, |value, part| match value {
+        Value::Table(table) => table.get(part),
+        Value::Array(list) => list.get(part.parse::<usize>().ok()?),
+        _ => None,
+    })
+}
+
+/// What serde says about the value at `path`, in the words of the file.
+fn explain(path: &str, message: &str, root: &Value) -> Complaint {
+    if let Some(complaint) = Complaint::from_serde_text(path, message) {
+        return complaint;
+    }
+    // The names that serde quotes: first the key, then those that it knows.
+    let mut quoted = message.split('`').skip(1).step_by(2);
+    if message.starts_with("unknown field") {
+        let name = quoted.next().unwrap_or_default();
+        let known: Vec<&str> = quoted.collect();
+        let listed = format!("expected one of {}", known.join(", "));
+        let help = match nearest(name, known.into_iter()) {
+            Some(near) => format!("did you mean {near}? {listed}"),
+            None => listed,
+        };
+        return Complaint::with_help(path, "unknown key", help);
+    }
+    if message.starts_with("missing field") {
+        let name = quoted.next().unwrap_or_default();
+        let key = if path.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{path}.{name}")
+        };
+        return Complaint::new(key, "is missing");
+    }
+    let found = find(root, path).map_or_else(
+        || message.to_owned(),
+        |value| format!("found {}", describe(value)),
+    );
+    match keys::expected(path) {
+        Some(_) => Complaint::new(path, found),
+        None => Complaint::with_help(path, found, message),
+    }
+}
+
+/// Reads a size that is given as a number of bytes or as a text with a unit.
+pub(super) fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
+    deserializer.deserialize_any(SizeVisitor)
+}
+
+struct SizeVisitor;
+
+impl SizeVisitor {
+    /// A size that can be written back: TOML's integers have 63 bits and a sign.
+    fn in_range<E: de::Error>(bytes: Bytes, text: impl fmt::Debug) -> Result<Bytes, E> {
+        if bytes == Bytes::ZERO || i64::try_from(bytes.get()).is_err() {
+            let problem = format!("{text:?} is out of range (above 0, below 8 EiB)");
+            return Err(Self::refuse(problem));
+        }
+        Ok(bytes)
+    }
+
+    fn refuse<E: de::Error>(problem: String) -> E {
+        let help = "expected a number of bytes above 0, or a size such as \"24 GiB\"";
+        E::custom(Complaint::with_help("", problem, help).into_serde_text())
+    }
+}
+
+impl Visitor<'_> for SizeVisitor {
+    type Value = Bytes;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number of bytes, or a size such as \"24 GiB\"")
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Bytes, E> {
+        let bytes = u64::try_from(number)
+            .map_err(|_| Self::refuse(format!("found the integer {number}")))?;
+        Self::in_range(Bytes(bytes), number)
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Bytes, E> {
+        Self::in_range(Bytes(number), number)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Bytes, E> {
+        let bytes = text
+            .parse()
+            .map_err(|error: crate::units::SizeError| Self::refuse(error.to_string()))?;
+        Self::in_range(bytes, text)
+    }
+}

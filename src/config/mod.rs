@@ -1,0 +1,349 @@
+//! The TOML file as its author wrote it.
+//!
+//! These are plain serde structs: unknown keys are refused, and nothing is computed here. A file
+//! goes through [`load`] (or [`parse`]), which reports every mistake with its file, line and key,
+//! and from there to [`crate::plan::Plan::new`], which does all the arithmetic. Code below the
+//! plan never reads a `Config`.
+
+mod capacity;
+mod check;
+mod complaint;
+mod hf;
+mod keys;
+mod load;
+mod locate;
+mod model;
+mod names;
+mod overlay;
+mod presets;
+mod variant;
+mod workload;
+
+pub use check::contiguous_set;
+pub use load::{Source, load, parse};
+pub use model::Geometry;
+pub use presets::{PRESETS, Preset};
+pub use variant::VariantConfig;
+pub use workload::{LengthDistribution, WorkloadConfig, WorkloadKind};
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// One whole configuration file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The model's attention geometry.
+    pub model: ModelConfig,
+    /// The largest sequences and batches.
+    pub limits: LimitsConfig,
+    /// How keys and values are kept.
+    pub cache: CacheConfig,
+    /// How much is allocated.
+    #[serde(default)]
+    pub pool: PoolConfig,
+    /// Where it is allocated, and what computes.
+    #[serde(default)]
+    pub device: DeviceConfig,
+    /// What `kvpool run` drives through the cache; a file without it is for `plan` and for the
+    /// library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workload: Option<WorkloadConfig>,
+    /// The variants that `kvpool run` compares; none means the file itself is the only one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub variant: Vec<VariantConfig>,
+}
+
+/// `[model]`: exactly one of a preset, a Hugging Face `config.json`, or the numbers themselves.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// The name of a built-in model, as `kvpool presets` lists them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preset: Option<String>,
+    /// A Hugging Face `config.json`; a relative path starts from the folder of the TOML file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hf_config: Option<PathBuf>,
+    /// Transformer layers that keep K and V.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_layers: Option<u32>,
+    /// Query heads in a layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_q_heads: Option<u32>,
+    /// Key/value heads in a layer; divides `num_q_heads`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_kv_heads: Option<u32>,
+    /// Elements of one head's key or value vector; a multiple of 8.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<u32>,
+    /// How many keys a query may see, itself included; 0 = all. One entry, or a pattern that is
+    /// repeated over the layers, or one entry a layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_window: Option<Vec<u32>>,
+    /// How many tokens at the start of a sequence stay visible to every query of a windowed
+    /// layer (attention sinks).
+    #[serde(default)]
+    pub sink_tokens: u32,
+}
+
+/// `[limits]`: what the pool must be able to hold.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsConfig {
+    /// Sequences alive at once.
+    pub max_seqs: u32,
+    /// Tokens of the longest sequence, prompt and output together.
+    pub max_seq_len: u32,
+    /// Tokens of one step, over all its sequences.
+    pub max_batch_tokens: u32,
+    /// Tokens of one sequence in one step. Default: `max_batch_tokens`, or the smallest attention
+    /// window or `max_seq_len` where that is less.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_step_tokens: Option<u32>,
+    /// How far `truncate` can always rewind in layers with an attention window, in tokens. Layers
+    /// without one can be rewound to any length.
+    #[serde(default)]
+    pub max_rewind_tokens: u32,
+}
+
+/// `[cache]`: how keys and values are kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheConfig {
+    /// Which layers are contiguous and which are paged.
+    pub mode: CacheMode,
+    /// Tokens of one block: 8, 16, 32, 64 or 128. Contiguous layers do not use it.
+    #[serde(default = "default_tokens_per_block")]
+    pub tokens_per_block: u32,
+    /// How an element is stored.
+    #[serde(default)]
+    pub format: Format,
+    /// What is promised to a sequence when it begins.
+    #[serde(default)]
+    pub admission: Admission,
+    /// Settings of the `int8` format; refused with any other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub int8: Option<Int8Config>,
+    /// Settings of the `hybrid` mode; refused with any other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hybrid: Option<HybridConfig>,
+}
+
+/// The size of a block when the file does not say.
+fn default_tokens_per_block() -> u32 {
+    16
+}
+
+/// Which layers keep their keys and values in one run, and which in blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheMode {
+    /// Every layer: one run of memory for each sequence slot.
+    Contiguous,
+    /// Every layer: blocks, found through a block table.
+    Paged,
+    /// Some layers one way and some the other.
+    Hybrid,
+}
+
+/// How an element of K or V is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// IEEE single precision, 4 bytes.
+    F32,
+    /// IEEE half precision, 2 bytes.
+    #[default]
+    F16,
+    /// bfloat16, 2 bytes.
+    Bf16,
+    /// Signed 8-bit integers with scales.
+    Int8,
+}
+
+/// What `begin` promises a sequence.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Admission {
+    /// Every block up to the sequence's declared length: what is admitted finishes.
+    #[default]
+    Guaranteed,
+    /// Nothing: blocks are taken step by step, and a step may find none left. More sequences run
+    /// at once; the engine must be ready to preempt.
+    MaxUtilization,
+}
+
+/// `[cache.int8]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Int8Config {
+    /// What shares one scale.
+    #[serde(default)]
+    pub scale: ScaleKind,
+    /// `per-tensor` only: the scale of K, one or one a layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub k_scale: Option<StaticScale>,
+    /// `per-tensor` only: the scale of V, one or one a layer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub v_scale: Option<StaticScale>,
+}
+
+/// What shares one INT8 scale.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ScaleKind {
+    /// One token's vector in one KV head; the scale is computed on append and lies in the block.
+    #[default]
+    PerTokenHead,
+    /// 32 consecutive elements of such a vector.
+    #[serde(rename = "per-group-32")]
+    PerGroup32,
+    /// A whole layer's K or V; the scales are given in the file.
+    PerTensor,
+}
+
+/// A static scale: one for all layers, or one a layer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum StaticScale {
+    /// The same for every layer.
+    One(f32),
+    /// One entry a layer.
+    PerLayer(Vec<f32>),
+}
+
+/// `[cache.hybrid]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HybridConfig {
+    /// The layers that are contiguous; the others are paged.
+    #[serde(default)]
+    pub contiguous_layers: ContiguousLayers,
+}
+
+/// Names the contiguous layers of a hybrid plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum ContiguousLayers {
+    /// `"windowed"`, `"first:4"` or `"0..4"` (the end is not included).
+    Named(String),
+    /// The layers themselves, counted from 0.
+    List(Vec<u32>),
+}
+
+impl Default for ContiguousLayers {
+    fn default() -> Self {
+        Self::Named("windowed".to_owned())
+    }
+}
+
+/// `[pool]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PoolConfig {
+    /// `"worst-case"`, `"tokens:N"`, `"blocks:N"` or `"budget:SIZE"`.
+    #[serde(default)]
+    pub capacity: Capacity,
+}
+
+impl Default for PoolConfig {
+    fn default() -> Self {
+        Self {
+            capacity: Capacity::WorstCase,
+        }
+    }
+}
+
+/// How much the pool holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Capacity {
+    /// `max_seqs` sequences of `max_seq_len` tokens in every layer.
+    #[default]
+    WorstCase,
+    /// This many tokens in every layer, over all sequences.
+    Tokens(u64),
+    /// This many blocks in every paged layer group.
+    Blocks(u64),
+    /// As much as fits in this many bytes.
+    Budget(crate::units::Bytes),
+}
+
+/// `[device]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceConfig {
+    /// What holds the pool and computes.
+    #[serde(default)]
+    pub kind: DeviceKind,
+    /// CPU worker threads, the calling one included; 0 = one for each core.
+    #[serde(default)]
+    pub threads: u32,
+    /// Which implementation of the CPU kernels.
+    #[serde(default)]
+    pub kernel: KernelChoice,
+    /// The most memory that the pool and its bookkeeping may take; without it, what the machine
+    /// has available.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "size_option")]
+    pub memory_limit: Option<crate::units::Bytes>,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> Self {
+        Self {
+            kind: DeviceKind::Cpu,
+            threads: 0,
+            kernel: KernelChoice::Auto,
+            memory_limit: None,
+        }
+    }
+}
+
+/// What holds the pool and computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// Host memory and the host's cores.
+    #[default]
+    Cpu,
+}
+
+/// Which implementation of the CPU kernels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KernelChoice {
+    /// The fastest that this CPU has.
+    #[default]
+    Auto,
+    /// Scalar, in f64, obvious: the truth that the others are tested against.
+    Reference,
+    /// Vectorised by the compiler for the build's baseline instruction set.
+    Portable,
+    /// Vectorised for AVX2 and FMA.
+    Avx2,
+    /// Vectorised for AVX-512.
+    Avx512,
+}
+
+/// Reads and writes an optional size as a number or as a string with a unit.
+mod size_option {
+    use serde::{Deserializer, Serializer};
+
+    use crate::units::Bytes;
+
+    pub(super) fn serialize<S: Serializer>(
+        size: &Option<Bytes>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match size {
+            Some(bytes) => serializer.serialize_u64(bytes.get()),
+            None => serializer.serialize_none(),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Bytes>, D::Error> {
+        super::load::size(deserializer).map(Some)
+    }
+}

@@ -1,0 +1,142 @@
+//! Host memory and the host's cores.
+//!
+//! [`CpuDevice::open`] maps the pool, allocates the workspace and starts the workers; after that
+//! no call allocates (P1). `reference.rs` is the truth, `fast.rs` what the fast kernels are
+//! instances of; which one computes is decided at open and can be read from
+//! [`super::DeviceInfo`].
+
+mod append;
+mod attend;
+mod disjoint;
+mod exp;
+mod fast;
+mod job;
+mod kernel;
+mod lanes;
+mod memory;
+mod reference;
+mod task;
+#[cfg(test)]
+mod tests;
+mod tile;
+mod workers;
+mod workspace;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use memory::available_memory;
+
+use job::AttendJob;
+use kernel::Chosen;
+use memory::PoolMemory;
+use workers::Workers;
+use workspace::Workspace;
+
+use super::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo};
+use crate::config::DeviceConfig;
+use crate::error::DeviceError;
+use crate::plan::Plan;
+use crate::units::Bytes;
+
+/// The CPU as a device.
+#[derive(Debug)]
+pub struct CpuDevice {
+    memory: PoolMemory,
+    workspace: Workspace,
+    workers: Workers,
+    kernel: Chosen,
+}
+
+/// Threads that a configuration asks for: 0 stands for one a core.
+fn num_threads(config: &DeviceConfig) -> u32 {
+    if config.threads > 0 {
+        return config.threads;
+    }
+    std::thread::available_parallelism()
+        .ok()
+        .and_then(|cores| u32::try_from(cores.get()).ok())
+        .unwrap_or(1)
+}
+
+impl CpuDevice {
+    /// Allocates the pool and the workspace of a plan, and starts the workers. `progress` is told
+    /// the bytes of the pool that are resident, and the bytes in all.
+    ///
+    /// # Errors
+    /// [`DeviceError`] when the CPU lacks the kernels asked for, memory cannot be mapped or a
+    /// thread cannot be started.
+    pub fn open(
+        plan: &Plan,
+        config: &DeviceConfig,
+        progress: Option<&mut dyn FnMut(Bytes, Bytes)>,
+    ) -> Result<Self, DeviceError> {
+        let kernel = kernel::choose(config.kernel)?;
+        let threads = num_threads(config);
+        let workspace = Workspace::open(plan.cpu_workspace(threads))?;
+        let mut silent = |_, _| {};
+        let progress = progress.unwrap_or(&mut silent);
+        let memory = PoolMemory::open(plan.pool_bytes, threads as usize, progress)?;
+        let workers = Workers::start(threads as usize)?;
+        Ok(Self {
+            memory,
+            workspace,
+            workers,
+            kernel,
+        })
+    }
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            kind: "cpu",
+            kernel: self.kernel.name(),
+            threads: self.workspace.sizes().threads,
+            pool_bytes: Bytes(self.memory.bytes().len() as u64),
+            workspace_bytes: self.workspace.bytes(),
+            huge_pages: self.memory.huge_pages(),
+        }
+    }
+
+    fn base_ptr(&self) -> *const u8 {
+        self.memory.bytes().as_ptr()
+    }
+
+    fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
+        append::append(
+            self.kernel.appender(),
+            &self.workers,
+            &mut self.memory,
+            args,
+        )
+    }
+
+    fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
+        let job = AttendJob::new(self.memory.bytes(), args)?;
+        match &self.kernel {
+            Chosen::Reference => reference::attend(&mut self.workspace, &self.workers, &job),
+            Chosen::Fast(kernel) => {
+                attend::attend(&**kernel, &mut self.workspace, &self.workers, &job)
+            }
+        }
+    }
+
+    fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {
+        let from = self.memory.range(src, len)?;
+        let to = self.memory.range(dst, len)?;
+        self.memory.bytes_mut().copy_within(from, to.start);
+        Ok(())
+    }
+
+    fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
+        let range = self.memory.range(offset, len)?;
+        self.memory.bytes_mut()[range].fill(byte);
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
+        let range = self.memory.range(offset, out.len() as u64)?;
+        out.copy_from_slice(&self.memory.bytes()[range]);
+        Ok(())
+    }
+}

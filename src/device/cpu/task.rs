@@ -1,0 +1,160 @@
+//! What one item of attention works on: a row and a KV head, its running state, and a split of it.
+
+use super::super::TensorRef;
+use super::super::convert::Source;
+use super::exp::exp;
+use super::lanes::WIDTH;
+use crate::plan::{LayerScales, SeqView};
+
+/// One row of the step and one KV head.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Task<'a> {
+    /// The whole pool.
+    pub(super) pool: &'a [u8],
+    /// The sequence.
+    pub(super) view: SeqView<'a>,
+    /// The layer's index in the group.
+    pub(super) layer: u32,
+    /// The KV head.
+    pub(super) head: u32,
+    /// Visible are `0..sinks` and `from..end`.
+    pub(super) sinks: u32,
+    /// See `sinks`.
+    pub(super) from: u32,
+    /// See `sinks`; the row's own position + 1.
+    pub(super) end: u32,
+    /// Query heads that share the KV head.
+    pub(super) group: usize,
+    /// Elements of a vector, padded to whole lines.
+    pub(super) padded_dim: usize,
+    /// Factor on q·k.
+    pub(super) softmax_scale: f32,
+    /// Static INT8 scales.
+    pub(super) scales: LayerScales,
+}
+
+impl Task<'_> {
+    /// The visible positions in `start..end`: two ranges, either may be empty.
+    pub(super) fn visible_in(&self, start: u32, end: u32) -> [(u32, u32); 2] {
+        let clip = |from: u32, to: u32| (from.max(start), to.min(end));
+        [clip(0, self.sinks), clip(self.from, self.end)]
+    }
+
+    /// Whether any position in `start..end` is visible.
+    pub(super) fn sees(&self, start: u32, end: u32) -> bool {
+        self.visible_in(start, end)
+            .iter()
+            .any(|(from, to)| from < to)
+    }
+}
+
+/// The running state of some of a row's keys: what is kept of a split, and what splits are
+/// combined into.
+#[derive(Debug)]
+pub(super) struct Partial<'a> {
+    /// Largest score so far; -∞ before the first. `[group, padded to lanes]`
+    pub(super) max: &'a mut [f32],
+    /// Sum of e^(score - max). `[group, padded to lanes]`
+    pub(super) sum: &'a mut [f32],
+    /// Sum of e^(score - max) · v. `[group, padded_dim]`
+    pub(super) acc: &'a mut [f32],
+}
+
+impl<'a> Partial<'a> {
+    /// Cuts memory of `CpuWorkspace::partial_len` numbers into its parts.
+    pub(super) fn new(memory: &'a mut [f32], group: usize) -> Self {
+        let heads = group.next_multiple_of(WIDTH);
+        let (max, rest) = memory.split_at_mut(heads);
+        let (sum, acc) = rest.split_at_mut(heads);
+        Self { max, sum, acc }
+    }
+
+    /// The same, borrowed for less long.
+    pub(super) fn reborrow(&mut self) -> Partial<'_> {
+        Partial {
+            max: self.max,
+            sum: self.sum,
+            acc: self.acc,
+        }
+    }
+
+    /// Nothing seen.
+    pub(super) fn clear(&mut self) {
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
+        self.acc.fill(0.0);
+    }
+
+    /// Adds the keys of `part`, which come after those of `self`.
+    pub(super) fn merge(&mut self, part: &Partial<'_>, padded_dim: usize) {
+        let vectors = self
+            .acc
+            .chunks_exact_mut(padded_dim)
+            .zip(part.acc.chunks_exact(padded_dim));
+        for (g, (acc, added)) in vectors.enumerate() {
+            let max = self.max[g].max(part.max[g]);
+            let base = finite_base(max);
+            let keep = exp::<false>(self.max[g] - base);
+            let add = exp::<false>(part.max[g] - base);
+            self.max[g] = max;
+            self.sum[g] = self.sum[g] * keep + part.sum[g] * add;
+            for (acc, added) in acc.iter_mut().zip(added) {
+                *acc = *acc * keep + added * add;
+            }
+        }
+    }
+}
+
+/// What is subtracted from scores: their maximum, and 0 where that is -∞, so that the exponential
+/// of a score of -∞ is 0 and not NaN.
+#[inline(always)]
+pub(super) fn finite_base(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+/// One split of one task, and the memory to work in.
+#[derive(Debug)]
+pub(super) struct Split<'a, 'b> {
+    /// The task.
+    pub(super) task: &'b Task<'a>,
+    /// First position of the split.
+    pub(super) start: u32,
+    /// Its end.
+    pub(super) end: u32,
+    /// The group's queries. `[group, padded_dim]`, zeros in the padding
+    pub(super) q: &'b [f32],
+    /// For the scores of a tile, then its weights. `[group, TILE_TOKENS]`
+    pub(super) scores: &'b mut [f32],
+    /// For the scales of a tile's K vectors, and of its V vectors. `[2, TILE_TOKENS]`
+    pub(super) row_scales: &'b mut [f32],
+    /// Where the result goes; whatever it held is lost.
+    pub(super) part: Partial<'b>,
+}
+
+/// Fills in a group's queries as f32. `from` is the index of the first element of the first.
+pub(super) fn load_queries(
+    q: &TensorRef<'_>,
+    from: usize,
+    head_dim: usize,
+    padded_dim: usize,
+    out: &mut [f32],
+) {
+    fn widen<S: Source>(data: &[S], head_dim: usize, padded_dim: usize, out: &mut [f32]) {
+        let vectors = out
+            .chunks_exact_mut(padded_dim)
+            .zip(data.chunks_exact(head_dim));
+        for (out, q) in vectors {
+            let (out, padding) = out.split_at_mut(head_dim);
+            for (out, q) in out.iter_mut().zip(q) {
+                *out = q.to_f32();
+            }
+            padding.fill(0.0);
+        }
+    }
+    let len = out.len() / padded_dim * head_dim;
+    match q {
+        TensorRef::F32(data) => widen(&data[from..from + len], head_dim, padded_dim, out),
+        TensorRef::F16(data) => widen(&data[from..from + len], head_dim, padded_dim, out),
+        TensorRef::Bf16(data) => widen(&data[from..from + len], head_dim, padded_dim, out),
+    }
+}

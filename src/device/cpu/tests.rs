@@ -1,0 +1,6 @@
+//! The CPU device against its own reference, and against itself in every other arrangement.
+
+mod bitwise;
+mod edges;
+mod rig;
+mod values;

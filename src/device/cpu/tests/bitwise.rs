@@ -1,0 +1,153 @@
+//! One answer (P5): the same bits in every arrangement.
+
+use super::rig::{Answer, FORMATS, Params, Rig, SLOTS, kernels};
+use crate::config::{CacheMode, KernelChoice};
+
+const LEN: u32 = 1100;
+const KEY: u32 = 5;
+const SLOT: u32 = 1;
+
+/// The last rows of one sequence, alone.
+fn alone(params: Params, chunk: u32) -> Answer {
+    let mut rig = Rig::new(params);
+    rig.begin(SLOT, KEY);
+    rig.append(SLOT, LEN, chunk);
+    rig.attend(&[(SLOT, 2)])
+}
+
+fn arrangements(base: Params) -> Vec<Params> {
+    let mut all = vec![
+        base,
+        Params {
+            max_seq_len: 3000,
+            ..base
+        },
+    ];
+    for threads in [2, 3, 5] {
+        all.push(Params { threads, ..base });
+    }
+    for (tokens_per_block, threads) in [(8, 2), (16, 1), (32, 1), (64, 3), (128, 1)] {
+        all.push(Params {
+            mode: CacheMode::Paged,
+            tokens_per_block,
+            threads,
+            ..base
+        });
+    }
+    all
+}
+
+#[test]
+fn modes_blocks_and_threads_change_no_bit() {
+    for kernel in kernels().into_iter().chain([KernelChoice::Reference]) {
+        for (i, format) in FORMATS.into_iter().enumerate() {
+            // The windows make the contiguous layer a ring, and a slot where the window and a
+            // step are longer than the sequence.
+            let (window, sinks) = [(0, 0), (300, 0), (301, 7), (700, 70)][i % 4];
+            let base = Params {
+                format,
+                kernel,
+                window,
+                sinks,
+                ..Params::default()
+            };
+            let expected = alone(base, u32::MAX).bits();
+            for params in arrangements(base) {
+                assert!(
+                    alone(params, 333).bits() == expected,
+                    "{params:?} against {base:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn token_by_token_changes_no_bit() {
+    for kernel in kernels() {
+        for mode in [CacheMode::Contiguous, CacheMode::Paged] {
+            let params = Params {
+                mode,
+                kernel,
+                window: 90,
+                sinks: 3,
+                ..Params::default()
+            };
+            let mut whole = Rig::new(params);
+            whole.begin(SLOT, KEY);
+            whole.append(SLOT, 500, u32::MAX);
+            whole.append(SLOT, 80, u32::MAX);
+            let prefill = whole.attend(&[(SLOT, 80)]).bits();
+            let mut single = Rig::new(params);
+            single.begin(SLOT, KEY);
+            single.append(SLOT, 500, 1);
+            let (mut out, mut lse) = (Vec::new(), Vec::new());
+            for _ in 0..80 {
+                single.append(SLOT, 1, 1);
+                let answer = single.attend(&[(SLOT, 1)]);
+                out.extend(answer.out);
+                lse.extend(answer.lse);
+            }
+            assert!(Answer { out, lse }.bits() == prefill, "{params:?}");
+        }
+    }
+}
+
+#[test]
+fn the_batch_changes_no_bit() {
+    for kernel in kernels() {
+        for threads in [1, 2, 4] {
+            let params = Params {
+                mode: CacheMode::Paged,
+                kernel,
+                threads,
+                ..Params::default()
+            };
+            let expected = alone(params, u32::MAX);
+            let mut rig = Rig::new(params);
+            for slot in 0..SLOTS {
+                rig.begin(slot, if slot == SLOT { KEY } else { 100 + slot });
+            }
+            // Interleaved, so that the sequences' blocks are mixed.
+            for _ in 0..11 {
+                for slot in 0..SLOTS {
+                    rig.append(slot, 100 - if slot == SLOT { 0 } else { slot * 7 }, 100);
+                }
+            }
+            let answer = rig.attend(&[(0, 3), (1, 2), (2, 40)]);
+            let (from, n) = (3 * answer.out.len() / 45, expected.out.len());
+            let out = answer.out[from..from + n].to_vec();
+            let (from, n) = (3 * answer.lse.len() / 45, expected.lse.len());
+            let lse = answer.lse[from..from + n].to_vec();
+            assert!(Answer { out, lse }.bits() == expected.bits(), "{params:?}");
+        }
+    }
+}
+
+#[test]
+fn what_is_stored_does_not_depend_on_threads_or_kernel() {
+    for format in FORMATS {
+        let stored = |threads, kernel| {
+            let params = Params {
+                format,
+                threads,
+                kernel,
+                kv_heads: 3,
+                ..Params::default()
+            };
+            let mut rig = Rig::new(params);
+            rig.begin(0, 9);
+            rig.append(0, 1200, 1000);
+            (rig.bytes(), rig.counts)
+        };
+        let expected = stored(1, KernelChoice::Portable);
+        for kernel in kernels() {
+            for threads in [1, 2, 7] {
+                assert!(
+                    stored(threads, kernel) == expected,
+                    "{format:?} {threads} {kernel:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! A fixed pool of worker threads.
+//!
+//! The threads start with the pool and end with it. A dispatch allocates nothing and takes a lock
+//! only where a thread sleeps. Items of work are claimed one by one through an atomic counter, by
+//! the caller as well as by the workers; a worker that wakes up late finds the dispatch closed
+//! and goes back to sleep, so nobody waits for it.
+//!
+//! Protocol. `state` packs the number of the dispatch, whether it is open, and how many workers
+//! have joined it. The caller writes the job, then opens the dispatch; a worker joins by a
+//! compare-and-exchange that succeeds only while it is open; the caller closes it and waits until
+//! the last worker that joined has left. So the job is read only between those two points.
+
+use std::cell::{Cell, UnsafeCell};
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::error::DeviceError;
+
+/// In `state`: the dispatch may be joined.
+const OPEN: u64 = 1 << 31;
+/// In `state`: the workers that have joined and not left.
+const JOINED: u64 = OPEN - 1;
+/// In `state`: one more dispatch.
+const DISPATCH: u64 = 1 << 32;
+
+/// Bounds of how often a thread looks before it sleeps; a look takes some 10 to 50 ns.
+const MIN_SPINS: u32 = 64;
+const MAX_SPINS: u32 = 4096;
+
+/// A job, its lifetime erased: called with the worker's index and the item's.
+type Job = *const (dyn Fn(usize, usize) + Sync);
+
+/// What the caller and the workers share.
+struct Shared {
+    /// See the module.
+    state: AtomicU64,
+    /// The job of the open dispatch.
+    job: UnsafeCell<Option<Job>>,
+    /// Items of the open dispatch.
+    items: AtomicUsize,
+    /// The next item that nobody has claimed.
+    next: AtomicUsize,
+    /// Whether an item of the open dispatch panicked.
+    panicked: AtomicBool,
+    /// Whether the workers are to end.
+    stop: AtomicBool,
+    /// Workers that sleep, or are about to.
+    sleepers: AtomicUsize,
+    /// Whether the caller sleeps, or is about to.
+    caller_sleeps: AtomicBool,
+    /// Held by whoever goes to sleep while it looks a last time, and by whoever wakes it.
+    lock: Mutex<()>,
+    /// Wakes workers.
+    work: Condvar,
+    /// Wakes the caller.
+    done: Condvar,
+    /// Workers that have begun: what a thread allocates for itself is behind it then.
+    ready: AtomicUsize,
+}
+
+// SAFETY: everything but `job` is atomic or a lock. `job` is written by the caller while the
+// dispatch is closed and nobody has joined, and read by workers that have joined it; `state`
+// orders the two (see `Workers::run` and `Shared::join`). The pointee is `Sync`, so it may be
+// called from any thread.
+unsafe impl Sync for Shared {}
+// SAFETY: as for `Sync`; nothing is bound to the thread that made it.
+unsafe impl Send for Shared {}
+
+impl Shared {
+    /// The lock; a panic elsewhere leaves nothing inconsistent behind it, since it guards no data.
+    fn locked(&self) -> MutexGuard<'_, ()> {
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Claims and runs items until there are none left.
+    fn work_on(&self, worker: usize, job: &(dyn Fn(usize, usize) + Sync)) {
+        let items = self.items.load(Relaxed);
+        loop {
+            let item = self.next.fetch_add(1, Relaxed);
+            if item >= items {
+                return;
+            }
+            if catch_unwind(AssertUnwindSafe(|| job(worker, item))).is_err() {
+                self.panicked.store(true, Relaxed);
+            }
+        }
+    }
+
+    /// Joins the dispatch if it is open and not `last`, and gives its number.
+    fn join(&self, last: u64) -> Option<u64> {
+        let mut state = self.state.load(SeqCst);
+        while state & OPEN != 0 && state / DISPATCH != last {
+            match self
+                .state
+                .compare_exchange_weak(state, state + 1, SeqCst, SeqCst)
+            {
+                Ok(_) => return Some(state / DISPATCH),
+                Err(now) => state = now,
+            }
+        }
+        None
+    }
+
+    /// Leaves the dispatch, and wakes the caller if it sleeps and this was the last to leave.
+    fn leave(&self) {
+        let before = self.state.fetch_sub(1, SeqCst);
+        if before & JOINED == 1 && before & OPEN == 0 && self.caller_sleeps.load(SeqCst) {
+            let _guard = self.locked();
+            self.done.notify_one();
+        }
+    }
+
+    /// Waits for a dispatch other than `last` and joins it; `None` when the pool ends.
+    fn wait(&self, last: u64, spins: &mut Spins) -> Option<u64> {
+        for _ in 0..spins.now {
+            if let Some(dispatch) = self.join(last) {
+                spins.paid_off();
+                return Some(dispatch);
+            }
+            if self.stop.load(Relaxed) {
+                return None;
+            }
+            std::hint::spin_loop();
+        }
+        spins.in_vain();
+        let mut guard = self.locked();
+        // Announced before the last look: a caller that opens a dispatch after that look sees it.
+        self.sleepers.fetch_add(1, SeqCst);
+        let joined = loop {
+            if let Some(dispatch) = self.join(last) {
+                break Some(dispatch);
+            }
+            if self.stop.load(SeqCst) {
+                break None;
+            }
+            guard = self
+                .work
+                .wait(guard)
+                .unwrap_or_else(PoisonError::into_inner);
+        };
+        self.sleepers.fetch_sub(1, SeqCst);
+        joined
+    }
+
+    /// What a worker thread does.
+    fn serve(&self, worker: usize, max_spins: u32) {
+        self.ready.fetch_add(1, SeqCst);
+        let mut spins = Spins {
+            now: max_spins,
+            max: max_spins,
+        };
+        let mut last = 0;
+        while let Some(dispatch) = self.wait(last, &mut spins) {
+            last = dispatch;
+            // SAFETY: this worker has joined, so the caller wrote the job before and does not
+            // write it again until the worker has left.
+            let job = unsafe { *self.job.get() };
+            if let Some(job) = job {
+                // SAFETY: the pointee lives until `Workers::run` returns, which waits for this
+                // worker to leave; it is `Sync`.
+                self.work_on(worker, unsafe { &*job });
+            }
+            self.leave();
+        }
+    }
+}
+
+/// How often a thread looks before it sleeps, adapted to how that went.
+struct Spins {
+    now: u32,
+    max: u32,
+}
+
+impl Spins {
+    fn paid_off(&mut self) {
+        self.now = (self.now * 2).clamp(MIN_SPINS.min(self.max), self.max);
+    }
+
+    fn in_vain(&mut self) {
+        self.now = (self.now / 2).max(MIN_SPINS.min(self.max));
+    }
+}
+
+/// The pool. Not `Sync`: one dispatch at a time, and none from inside a job.
+pub(super) struct Workers {
+    shared: Arc<Shared>,
+    handles: Vec<JoinHandle<()>>,
+    max_spins: u32,
+    not_sync: PhantomData<Cell<()>>,
+}
+
+impl fmt::Debug for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Workers")
+            .field("threads", &self.threads())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Workers {
+    /// Starts `threads` - 1 workers; the caller of [`Workers::run`] is the remaining one.
+    ///
+    /// # Errors
+    /// [`DeviceError::Thread`] when one cannot be started; those before it are ended.
+    pub(super) fn start(threads: usize) -> Result<Self, DeviceError> {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let shared = Arc::new(Shared {
+            state: AtomicU64::new(0),
+            job: UnsafeCell::new(None),
+            items: AtomicUsize::new(0),
+            next: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sleepers: AtomicUsize::new(0),
+            caller_sleeps: AtomicBool::new(false),
+            lock: Mutex::new(()),
+            work: Condvar::new(),
+            done: Condvar::new(),
+            ready: AtomicUsize::new(0),
+        });
+        // With more threads than cores, who spins keeps from its core the thread it waits for.
+        let max_spins = if threads > cores { 0 } else { MAX_SPINS };
+        let mut workers = Self {
+            shared,
+            handles: Vec::with_capacity(threads.saturating_sub(1)),
+            max_spins,
+            not_sync: PhantomData,
+        };
+        for index in 1..threads {
+            let shared = Arc::clone(&workers.shared);
+            let handle = std::thread::Builder::new()
+                .name(format!("kvpool-{index}"))
+                .spawn(move || shared.serve(index, max_spins))
+                .map_err(|error| DeviceError::Thread {
+                    index: u32::try_from(index).unwrap_or(u32::MAX),
+                    code: error.raw_os_error().unwrap_or(0),
+                })?;
+            workers.handles.push(handle);
+        }
+        while workers.shared.ready.load(SeqCst) < workers.handles.len() {
+            std::thread::yield_now();
+        }
+        Ok(workers)
+    }
+
+    /// Threads that compute, the calling one included.
+    pub(super) fn threads(&self) -> usize {
+        self.handles.len() + 1
+    }
+
+    /// Calls `job(worker, item)` once for each item in `0..items`; `worker` is below
+    /// [`Workers::threads`] and no two calls with the same `worker` run at once. Returns when all
+    /// are done.
+    ///
+    /// # Errors
+    /// [`DeviceError::WorkerPanicked`] when a call panicked; all others have run, and the pool
+    /// goes on working.
+    pub(super) fn run(
+        &self,
+        items: usize,
+        job: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<(), DeviceError> {
+        let shared = &*self.shared;
+        shared.items.store(items, Relaxed);
+        shared.next.store(0, Relaxed);
+        shared.panicked.store(false, Relaxed);
+        if self.handles.is_empty() || items <= 1 {
+            shared.work_on(0, job);
+        } else {
+            self.open(job);
+            shared.work_on(0, job);
+            self.close();
+        }
+        if shared.panicked.load(Relaxed) {
+            Err(DeviceError::WorkerPanicked)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Publishes the job and wakes who sleeps.
+    fn open(&self, job: &(dyn Fn(usize, usize) + Sync)) {
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime changes. The pointer is used by workers that have joined this
+        // dispatch, and `close` returns after the last of them has left; `run` calls it before
+        // `job`'s borrow ends, and nothing between can unwind (`work_on` catches panics).
+        let job =
+            unsafe { std::mem::transmute::<*const (dyn Fn(usize, usize) + Sync + '_), Job>(job) };
+        // SAFETY: the dispatch is closed and nobody has joined it (the end of the last `close`),
+        // so no worker reads; `Workers` is not `Sync`, so no other caller writes.
+        unsafe { *shared.job.get() = Some(job) };
+        let dispatch = shared.state.load(Relaxed) / DISPATCH + 1;
+        // Wraps after 2³² dispatches; a worker would have to sleep through all of them to mistake
+        // one for another, and then would only sit that one out.
+        shared
+            .state
+            .store(((dispatch % DISPATCH) * DISPATCH) | OPEN, SeqCst);
+        if shared.sleepers.load(SeqCst) > 0 {
+            let _guard = shared.locked();
+            shared.work.notify_all();
+        }
+    }
+
+    /// Ends the dispatch and waits for those who joined it.
+    fn close(&self) {
+        let shared = &*self.shared;
+        shared.state.fetch_and(!OPEN, SeqCst);
+        for _ in 0..self.max_spins {
+            if shared.state.load(Acquire) & JOINED == 0 {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut guard = shared.locked();
+        shared.caller_sleeps.store(true, SeqCst);
+        while shared.state.load(SeqCst) & JOINED != 0 {
+            guard = shared
+                .done
+                .wait(guard)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        shared.caller_sleeps.store(false, SeqCst);
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, SeqCst);
+        {
+            let _guard = self.shared.locked();
+            self.shared.work.notify_all();
+        }
+        for handle in self.handles.drain(..) {
+            // Jobs' panics are caught, so there is nothing that joining could report.
+            let _ = handle.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_runs_exactly_once() {
+        for threads in [1, 2, 5] {
+            let workers = Workers::start(threads).expect("threads");
+            assert_eq!(workers.threads(), threads);
+            for items in [0, 1, 2, 100, 1000] {
+                let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+                workers
+                    .run(items, &|worker, item| {
+                        assert!(worker < threads);
+                        counts[item].fetch_add(1, Relaxed);
+                    })
+                    .expect("no panic");
+                assert!(counts.iter().all(|count| count.load(Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_index_is_used_by_one_thread_at_a_time() {
+        let workers = Workers::start(4).expect("threads");
+        let busy: Vec<AtomicBool> = (0..4).map(|_| AtomicBool::new(false)).collect();
+        for _ in 0..50 {
+            workers
+                .run(64, &|worker, _| {
+                    assert!(!busy[worker].swap(true, SeqCst));
+                    std::thread::yield_now();
+                    assert!(busy[worker].swap(false, SeqCst));
+                })
+                .expect("no overlap");
+        }
+    }
+
+    #[test]
+    fn a_panic_is_an_error_and_the_pool_goes_on() {
+        for threads in [1, 3] {
+            let workers = Workers::start(threads).expect("threads");
+            for round in 0..3 {
+                let ran = AtomicUsize::new(0);
+                let result = workers.run(20, &|_, item| {
+                    ran.fetch_add(1, Relaxed);
+                    assert!(item != 7, "a panic for the test");
+                });
+                assert_eq!(result, Err(DeviceError::WorkerPanicked), "{round}");
+                assert_eq!(ran.load(Relaxed), 20);
+                assert_eq!(workers.run(20, &|_, _| {}), Ok(()));
+            }
+        }
+    }
+
+    #[test]
+    fn thousands_of_dispatches_with_pauses() {
+        for threads in [2, 4] {
+            let workers = Workers::start(threads).expect("threads");
+            let sum = AtomicUsize::new(0);
+            for round in 0..3000 {
+                if round % 500 == 0 {
+                    // Long enough for the workers to fall asleep.
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                }
+                workers
+                    .run(3, &|_, item| _ = sum.fetch_add(item, Relaxed))
+                    .expect("no panic");
+                assert_eq!(sum.load(Relaxed), (round + 1) * 3);
+            }
+        }
+    }
+
+    #[test]
+    fn dropping_ends_the_threads() {
+        let workers = Workers::start(3).expect("threads");
+        let shared = Arc::clone(&workers.shared);
+        drop(workers);
+        assert_eq!(Arc::strong_count(&shared), 1);
+    }
+}

@@ -1,0 +1,179 @@
+//! What holds the pool's bytes and computes on them.
+//!
+//! A [`Device`] makes one allocation when it is opened and none after that. It knows layouts,
+//! token slots and block tables, and nothing of sequences, references or steps: those are the
+//! cache's business. Every call is checked against the pool's size, so that a defect above cannot
+//! become a write outside of it.
+//!
+//! This folder is the only place with `unsafe` code.
+
+mod convert;
+mod counting_alloc;
+pub mod cpu;
+mod quant;
+mod tensor;
+
+pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
+pub use quant::{dequantize_row, quantize_row};
+pub use tensor::{DType, TensorMut, TensorRef};
+
+use std::fmt;
+
+use crate::error::DeviceError;
+use crate::plan::{GroupLayout, LayerScales, SeqView};
+use crate::units::Bytes;
+
+/// What a device says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct DeviceInfo {
+    /// `cpu`.
+    pub kind: &'static str,
+    /// The kernels chosen at open: `reference`, `portable`, `avx2` or `avx512`.
+    pub kernel: &'static str,
+    /// Threads that compute, the calling one included.
+    pub threads: u32,
+    /// Bytes of the pool.
+    pub pool_bytes: Bytes,
+    /// Bytes of the fixed workspace beside the pool.
+    pub workspace_bytes: Bytes,
+    /// Whether the operating system was asked for huge pages and accepted.
+    pub huge_pages: bool,
+}
+
+/// Things that an append met in its input. Summed up by the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct AppendCounts {
+    /// Elements that were NaN or infinite (INT8 only; other formats store them as they are).
+    pub nonfinite: u64,
+    /// Finite elements beyond ±127 static scales, stored as ±127 (`per-tensor` only).
+    pub saturated: u64,
+}
+
+impl AppendCounts {
+    /// Adds another count.
+    pub fn add(&mut self, other: Self) {
+        self.nonfinite += other.nonfinite;
+        self.saturated += other.saturated;
+    }
+}
+
+/// K and V of a step, to be stored in one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct AppendArgs<'a> {
+    /// The layer's group.
+    pub layout: &'a GroupLayout,
+    /// The layer's index in the group.
+    pub layer: u32,
+    /// Static INT8 scales; unused unless the format is `per-tensor`.
+    pub scales: LayerScales,
+    /// Where each token goes: `unit · unit_tokens + token`. `[tokens]`
+    pub token_slots: &'a [u64],
+    /// Keys. `[tokens, num_kv_heads, head_dim]`
+    pub k: TensorRef<'a>,
+    /// Values. `[tokens, num_kv_heads, head_dim]`
+    pub v: TensorRef<'a>,
+}
+
+/// One sequence's queries in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BatchSeq {
+    /// Its slot: the row of the block table, and the unit in contiguous groups.
+    pub slot: u32,
+    /// Its first row in the step's tensors.
+    pub row_start: u32,
+    /// Its rows: one query each.
+    pub rows: u32,
+    /// The position of its first row in the sequence.
+    pub first_position: u32,
+}
+
+/// Causal attention of a step's queries over what their sequences hold in one layer.
+#[derive(Debug)]
+pub struct AttendArgs<'a> {
+    /// The layer's group.
+    pub layout: &'a GroupLayout,
+    /// The layer's index in the group.
+    pub layer: u32,
+    /// Static INT8 scales; unused unless the format is `per-tensor`.
+    pub scales: LayerScales,
+    /// Keys a query may see, itself included; 0 = all.
+    pub window: u32,
+    /// Query heads; a multiple of the layout's KV heads.
+    pub num_q_heads: u32,
+    /// Factor on q·k before the softmax.
+    pub softmax_scale: f32,
+    /// The sequences of the step. `[num_seqs]`
+    pub seqs: &'a [BatchSeq],
+    /// The group's block table, empty for contiguous groups. `[seq_slots, table_row]`
+    pub tables: &'a [u32],
+    /// Entries of one row of `tables`.
+    pub table_row: u32,
+    /// Queries. `[tokens, num_q_heads, head_dim]`
+    pub q: TensorRef<'a>,
+    /// Where the result goes. `[tokens, num_q_heads, head_dim]`
+    pub out: TensorMut<'a>,
+    /// Natural logarithm of the softmax's denominator, scores scaled; -∞ where no key has a
+    /// finite score. `[tokens, num_q_heads]`
+    pub lse: Option<&'a mut [f32]>,
+}
+
+impl AttendArgs<'_> {
+    /// One sequence seen through the layer's group.
+    #[must_use]
+    pub fn view(&self, seq: &BatchSeq) -> SeqView<'_> {
+        let row = self.table_row as usize;
+        let start = seq.slot as usize * row;
+        let table = if row == 0 {
+            &[]
+        } else {
+            &self.tables[start..start + row]
+        };
+        SeqView {
+            layout: self.layout,
+            table,
+            slot: seq.slot,
+        }
+    }
+}
+
+/// Memory and kernels.
+pub trait Device: Send + fmt::Debug {
+    /// What it is, and how it was opened.
+    fn info(&self) -> DeviceInfo;
+
+    /// The pool's first byte; stable for the life of the device.
+    fn base_ptr(&self) -> *const u8;
+
+    /// Stores K and V of a step in one layer, quantising them where the format asks for it.
+    /// Shapes have been checked by the caller.
+    ///
+    /// # Errors
+    /// [`DeviceError`] when a token slot lies outside the pool (nothing is written then) or a
+    /// worker failed.
+    fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError>;
+
+    /// Computes attention in one layer. Shapes have been checked by the caller.
+    ///
+    /// # Errors
+    /// [`DeviceError`] when a block lies outside the pool or a worker failed.
+    fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError>;
+
+    /// Copies `len` bytes from offset `src` to offset `dst` of the pool; the ranges do not
+    /// overlap.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError>;
+
+    /// Sets `len` bytes from `offset` on to `byte`.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError>;
+
+    /// Reads bytes of the pool.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError>;
+}

@@ -1,0 +1,502 @@
+//! One error type a layer. Every variant carries the numbers, and its text says what was wanted,
+//! what there was, and which setting to change.
+//!
+//! The errors of the verbs ([`CacheError`], [`DeviceError`]) own no heap memory: making one
+//! allocates nothing, so a refused call keeps promise P1.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::units::{Bytes, GroupIdx, LayerIdx, Overflow, SizeError, grouped};
+
+/// Where in the input a setting was given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A line of a file, counted from 1; 0 when the file as a whole is meant.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The line.
+        line: usize,
+    },
+    /// A `--set key=value` of the command line.
+    Override,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File { path, line: 0 } => write!(f, "{}", path.display()),
+            Self::File { path, line } => write!(f, "{}:{line}", path.display()),
+            Self::Override => f.write_str("--set"),
+        }
+    }
+}
+
+/// A configuration file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: cannot be read: {problem}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// The file is no TOML (or, for `hf_config`, no JSON).
+    #[error("{origin}: {problem}")]
+    Syntax {
+        /// Where.
+        origin: Origin,
+        /// What the parser says.
+        problem: String,
+    },
+    /// A setting is missing, unknown, of the wrong type or out of its range.
+    #[error("{origin}: {key}: {problem}; {help}")]
+    Key {
+        /// Where.
+        origin: Origin,
+        /// The dotted key, such as `limits.max_seqs`.
+        key: String,
+        /// What is wrong with it.
+        problem: String,
+        /// What was expected, or what to do.
+        help: String,
+    },
+    /// A `--set` argument that is not `key=value`.
+    #[error(
+        "--set {argument:?}: {problem}; write --set key=value, such as --set limits.max_seqs=8"
+    )]
+    Override {
+        /// The argument.
+        argument: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+}
+
+/// A plan that cannot be made from a valid file.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// A size does not fit in 64 bits.
+    #[error(
+        "the plan is too large to express: {0}; lower limits.max_seqs, limits.max_seq_len or the model's sizes"
+    )]
+    Overflow(#[from] Overflow),
+    /// A count does not fit its 32-bit index.
+    #[error("{what} would be {wanted}, and at most {limit} can be addressed; {knob}")]
+    TooMany {
+        /// What is counted.
+        what: &'static str,
+        /// How many there would be.
+        wanted: u64,
+        /// How many there may be.
+        limit: u64,
+        /// The setting to change.
+        knob: &'static str,
+    },
+    /// The capacity does not hold a single block or slot.
+    #[error(
+        "pool.capacity gives {} bytes, and the smallest pool of this plan ({what}) takes {} bytes: {} bytes short; \
+         raise pool.capacity, or lower {knobs}",
+        grouped(available.get()), grouped(needed.get()), grouped(needed.get() - available.get())
+    )]
+    BudgetTooSmall {
+        /// What the smallest pool consists of.
+        what: &'static str,
+        /// Bytes of the smallest pool.
+        needed: Bytes,
+        /// Bytes of the budget.
+        available: Bytes,
+        /// The settings that make it smaller.
+        knobs: &'static str,
+    },
+    /// A capacity in tokens or blocks that does not hold a single block or slot.
+    #[error(
+        "pool.capacity: {given} {unit} is less than the {needed} that {what} needs; raise pool.capacity, or lower {knobs}"
+    )]
+    CapacityTooSmall {
+        /// The capacity as given.
+        given: u64,
+        /// Its unit: `tokens` or `blocks`.
+        unit: &'static str,
+        /// What is needed, in the same unit.
+        needed: u64,
+        /// What needs it.
+        what: &'static str,
+        /// The settings to change.
+        knobs: &'static str,
+    },
+    /// The pool and its bookkeeping do not fit the memory at hand.
+    #[error(
+        "the plan takes {} bytes (pool {}, bookkeeping {}), and {} bytes are available ({source_of_limit}): {} bytes short; \
+         lower limits.max_seqs or limits.max_seq_len, choose a smaller cache.format, or give pool.capacity = \"budget:{}\"",
+        grouped(needed.get()), grouped(pool.get()), grouped(host.get()), grouped(available.get()),
+        grouped(needed.get() - available.get()), available.get().saturating_sub(host.get())
+    )]
+    MemoryTooSmall {
+        /// Pool and bookkeeping.
+        needed: Bytes,
+        /// The pool alone.
+        pool: Bytes,
+        /// The bookkeeping alone.
+        host: Bytes,
+        /// What there is.
+        available: Bytes,
+        /// Who says so.
+        source_of_limit: &'static str,
+    },
+    /// Settings that each are valid but do not go together.
+    #[error("{key}: {problem}; {help}")]
+    Contradiction {
+        /// The dotted key.
+        key: &'static str,
+        /// What is wrong.
+        problem: String,
+        /// What to do.
+        help: &'static str,
+    },
+}
+
+/// A device that cannot be opened, or a call of it that failed. Owns no heap memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// The memory could not be allocated.
+    #[error("the device could not allocate {} bytes (system error {code}); lower pool.capacity", grouped(bytes.get()))]
+    OutOfMemory {
+        /// How much was wanted.
+        bytes: Bytes,
+        /// The operating system's error number, 0 when it gave none.
+        code: i32,
+    },
+    /// The requested kernels need instructions that this CPU does not have.
+    #[error("device.kernel = {kernel:?} needs {needs}, which this CPU does not have; use \"auto\"")]
+    KernelUnsupported {
+        /// The kernels asked for.
+        kernel: &'static str,
+        /// The instructions.
+        needs: &'static str,
+    },
+    /// A worker thread could not be started.
+    #[error(
+        "worker thread {index} could not be started (system error {code}); lower device.threads"
+    )]
+    Thread {
+        /// Which.
+        index: u32,
+        /// The operating system's error number, 0 when it gave none.
+        code: i32,
+    },
+    /// A worker panicked: a defect of kvpool. The call's outputs are not valid.
+    #[error(
+        "a worker thread panicked inside a kernel; this is a defect of kvpool, please report it"
+    )]
+    WorkerPanicked,
+    /// A range outside the pool.
+    #[error("bytes {offset}..{} lie outside the pool of {} bytes", offset.saturating_add(*len), grouped(pool.get()))]
+    OutOfRange {
+        /// First byte.
+        offset: u64,
+        /// Length.
+        len: u64,
+        /// Size of the pool.
+        pool: Bytes,
+    },
+}
+
+/// A verb that was refused. The cache is as it was before the call (P4). Owns no heap memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CacheError {
+    /// The handle belongs to another cache.
+    #[error("the sequence handle belongs to another cache")]
+    ForeignHandle,
+    /// The sequence of the handle was released, or the handle was never given out.
+    #[error(
+        "the sequence handle (slot {slot}, generation {generation}) is not alive: it was released, or never given out"
+    )]
+    StaleHandle {
+        /// Its slot.
+        slot: u32,
+        /// Its generation.
+        generation: u64,
+    },
+    /// The block of the handle was given back, or the handle was never given out.
+    #[error(
+        "the block handle (group {group}, block {block}, generation {generation}) is not alive"
+    )]
+    StaleBlock {
+        /// Its layer group.
+        group: GroupIdx,
+        /// Its block.
+        block: u32,
+        /// Its generation.
+        generation: u64,
+    },
+    /// A sequence with this key is alive.
+    #[error("a sequence with key {key} is alive; release it first, or use another key")]
+    DuplicateKey {
+        /// The key.
+        key: u64,
+    },
+    /// All sequence slots are taken; one comes free when a sequence is released.
+    #[error(
+        "all {seq_slots} sequence slots are taken; release a sequence, or raise limits.max_seqs (contiguous: pool.capacity)"
+    )]
+    NoSeqSlot {
+        /// How many there are.
+        seq_slots: u32,
+    },
+    /// A sequence longer than the plan allows.
+    #[error("{wanted} tokens exceed the sequence's limit of {limit}; raise {knob}")]
+    SequenceTooLong {
+        /// Tokens wanted.
+        wanted: u64,
+        /// Tokens allowed.
+        limit: u32,
+        /// Which setting, or option of `begin`, sets the limit.
+        knob: &'static str,
+    },
+    /// The pool could not hold this sequence even when empty; waiting does not help.
+    #[error(
+        "the sequence needs {wanted} blocks of layer group {group} and the whole pool has {total}: it can never run; raise pool.capacity"
+    )]
+    NeverFits {
+        /// Which layer group is short.
+        group: GroupIdx,
+        /// Blocks wanted.
+        wanted: u64,
+        /// Blocks in the pool.
+        total: u64,
+    },
+    /// The pool cannot take this sequence now; it can when others are released.
+    #[error(
+        "the sequence needs {wanted} blocks of layer group {group} and {available} are not taken or promised; release a sequence, or raise pool.capacity"
+    )]
+    NotAdmitted {
+        /// Which layer group is short.
+        group: GroupIdx,
+        /// Blocks wanted.
+        wanted: u64,
+        /// Blocks neither taken nor promised.
+        available: u64,
+    },
+    /// A step needs more blocks than are free.
+    #[error(
+        "the step needs {wanted} blocks of layer group {group} and {available} are free; release or preempt a sequence, or raise pool.capacity"
+    )]
+    PoolExhausted {
+        /// Which layer group is short.
+        group: GroupIdx,
+        /// Blocks wanted.
+        wanted: u64,
+        /// Blocks free.
+        available: u64,
+    },
+    /// The same sequence twice in one step.
+    #[error("the sequence in slot {slot} is named twice in one step")]
+    SequenceTwice {
+        /// Its slot.
+        slot: u32,
+    },
+    /// No token for a sequence of a step.
+    #[error("0 tokens reserved for the sequence in slot {slot}; leave it out of the step instead")]
+    ZeroTokens {
+        /// Its slot.
+        slot: u32,
+    },
+    /// A step larger than the plan allows.
+    #[error(
+        "{wanted} tokens in one step exceed the limit of {limit}; split the step, or raise {knob}"
+    )]
+    StepTooLarge {
+        /// Tokens wanted.
+        wanted: u64,
+        /// Tokens allowed.
+        limit: u32,
+        /// The setting.
+        knob: &'static str,
+    },
+    /// The layer does not exist.
+    #[error("layer {layer} does not exist; the model has {num_layers}")]
+    NoSuchLayer {
+        /// Layer.
+        layer: LayerIdx,
+        /// Layers of the model.
+        num_layers: u32,
+    },
+    /// The layer group does not exist.
+    #[error("layer group {group} does not exist, or is not {kind}; the plan has {num_groups}")]
+    NoSuchGroup {
+        /// Group.
+        group: GroupIdx,
+        /// Groups of the plan.
+        num_groups: u32,
+        /// The kind that the call needs: `paged`, or `a group`.
+        kind: &'static str,
+    },
+    /// A buffer of the wrong length.
+    #[error("{what} has {got} elements, expected {expected} ({shape})")]
+    WrongShape {
+        /// Which buffer.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// The length that the step asks for.
+        expected: usize,
+        /// The shape in words.
+        shape: &'static str,
+    },
+    /// `attend` before `append`: the step's own keys are not there yet.
+    #[error("layer {layer} is attended before its K and V of this step were appended")]
+    AttendBeforeAppend {
+        /// The layer.
+        layer: LayerIdx,
+    },
+    /// `append` twice for one layer.
+    #[error("layer {layer} was already appended in this step")]
+    AlreadyAppended {
+        /// The layer.
+        layer: LayerIdx,
+    },
+    /// `commit` of a step whose K and V are not all there.
+    #[error(
+        "{missing} layers were not appended in this step, the first is {first}; append them, or call mark_appended when your own kernels wrote them"
+    )]
+    StepIncomplete {
+        /// How many.
+        missing: u32,
+        /// The first.
+        first: LayerIdx,
+    },
+    /// `truncate` to more tokens than there are.
+    #[error("cannot truncate to {wanted} tokens a sequence of {len}")]
+    TruncateBeyondEnd {
+        /// Length wanted.
+        wanted: u32,
+        /// Length now.
+        len: u32,
+    },
+    /// `truncate` to where the keys of a windowed layer are gone.
+    #[error(
+        "cannot rewind to {wanted} tokens: a layer with window {window} keeps only tokens from {kept_from} on; the shortest length left is {shortest}; raise limits.max_rewind_tokens"
+    )]
+    WindowGone {
+        /// Length wanted.
+        wanted: u32,
+        /// The window of the layer that refuses.
+        window: u32,
+        /// The first token that it keeps.
+        kept_from: u32,
+        /// The shortest length that can be rewound to.
+        shortest: u32,
+    },
+    /// A range of tokens that the layer does not hold.
+    #[error("tokens {from}..{to} are not all held by layer {layer}: it holds {kept_from}..{len}")]
+    NotHeld {
+        /// The layer.
+        layer: LayerIdx,
+        /// First token wanted.
+        from: u32,
+        /// End of the range wanted.
+        to: u32,
+        /// First token held.
+        kept_from: u32,
+        /// Tokens of the sequence.
+        len: u32,
+    },
+    /// A softmax scale that is not a finite positive number.
+    #[error("the softmax scale must be finite and above 0")]
+    BadSoftmaxScale,
+    /// The count of references to a block would pass its limit.
+    #[error("block {block} has {limit} references, which is the limit")]
+    TooManyRefs {
+        /// The block.
+        block: u32,
+        /// The limit.
+        limit: u32,
+    },
+    /// The operation needs an idle cache, and sequences are alive.
+    #[error("{live} sequences are alive; release them first")]
+    SequencesAlive {
+        /// How many.
+        live: u32,
+    },
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// A cache that cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The plan does not fit the machine.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// A violated invariant: a defect of kvpool.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("invariant violated: {0}")]
+pub struct InvariantError(pub String);
+
+/// A batch job that cannot run or did not finish.
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    /// The configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The file names no workload.
+    #[error("{}: has no [workload] section, so there is nothing to run; add one (see configs/quickstart.toml), or use `kvpool plan`", path.display())]
+    NoWorkload {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A variant's plan.
+    #[error("variant {variant:?}: {source}")]
+    Open {
+        /// The variant's name.
+        variant: String,
+        /// What is wrong.
+        source: OpenError,
+    },
+    /// A verb failed where the scheduler had made sure that it would not.
+    #[error("variant {variant:?}: {source}")]
+    Cache {
+        /// The variant's name.
+        variant: String,
+        /// What failed.
+        source: CacheError,
+    },
+    /// A line of a trace.
+    #[error("{}:{line}: {problem}", path.display())]
+    Trace {
+        /// The trace.
+        path: PathBuf,
+        /// The line, counted from 1; 0 for the file as a whole.
+        line: u64,
+        /// What is wrong, and what was expected.
+        problem: String,
+    },
+    /// A file of results.
+    #[error("{}: cannot be written: {problem}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+}
+
+impl From<SizeError> for PlanError {
+    fn from(error: SizeError) -> Self {
+        Self::Contradiction {
+            key: "pool.capacity",
+            problem: error.to_string(),
+            help: "write \"worst-case\", \"tokens:N\", \"blocks:N\" or \"budget:SIZE\"",
+        }
+    }
+}

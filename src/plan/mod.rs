@@ -1,0 +1,308 @@
+//! Every size, stride, count and capacity, computed from the configuration alone.
+//!
+//! A plan is pure numbers: no device, no memory, no clock. The same file gives the same plan on
+//! every machine, and everything below reads the plan, never the TOML. All arithmetic is checked;
+//! what does not fit is a [`PlanError`] before anything is allocated.
+//!
+//! Units: sizes end in `bytes`, lengths in `tokens` or `len`, counts of blocks in `blocks`.
+
+mod budget;
+mod explain;
+mod format;
+mod group;
+mod host;
+mod layout;
+mod workspace;
+
+pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
+pub use group::{GroupKind, LayerGroup};
+pub use host::{
+    BATCH_SEQ_BYTES, BLOCK_RECORD_BYTES, GROUP_STATE_BYTES, HostTerm, SEQ_RECORD_BYTES,
+};
+pub use layout::{
+    Addressing, GROUP_ALIGN, GroupLayout, Kv, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape, visible,
+};
+
+pub use workspace::{CpuWorkspace, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
+
+use serde::Serialize;
+
+use crate::config::{Admission, CacheMode, Config, Geometry, ScaleKind, StaticScale};
+use crate::error::PlanError;
+use crate::units::{Bytes, GroupIdx, LayerIdx};
+
+/// Keys of one split, in tokens. Attention over more keys than this is computed split by split
+/// and combined in order. Splits start at multiples of this position, whatever the mode, the
+/// block size, the batch or the number of threads: that is what makes the answers bitwise equal
+/// (P5). It is a multiple of every block size.
+pub const SPLIT_TOKENS: u32 = 512;
+
+/// The limits in force, every default filled in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Limits {
+    /// Sequences alive at once, as configured.
+    pub max_seqs: u32,
+    /// Tokens of the longest sequence.
+    pub max_seq_len: u32,
+    /// Tokens of one step over all sequences.
+    pub max_batch_tokens: u32,
+    /// Tokens of one sequence in one step.
+    pub max_step_tokens: u32,
+    /// Tokens that `truncate` can always rewind in windowed layers.
+    pub max_rewind_tokens: u32,
+}
+
+/// Where a layer lies in the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct LayerPlace {
+    /// Its group.
+    pub group: GroupIdx,
+    /// Its index within the group.
+    pub index: u32,
+}
+
+/// Static INT8 scales of one layer; 0 where the scales are computed on append.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct LayerScales {
+    /// Scale of K.
+    pub k: f32,
+    /// Scale of V.
+    pub v: f32,
+}
+
+/// The plan of one cache.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// The model's attention geometry.
+    pub geometry: Geometry,
+    /// The limits in force.
+    pub limits: Limits,
+    /// Contiguous, paged or hybrid.
+    pub mode: CacheMode,
+    /// How an element is stored.
+    pub format: KvFormat,
+    /// Tokens of a block in paged groups.
+    pub tokens_per_block: u32,
+    /// What `begin` promises.
+    pub admission: Admission,
+    /// The layer groups, in the order in which they lie in the pool.
+    pub groups: Vec<LayerGroup>,
+    /// For each layer, its place. `[num_layers]`
+    pub layers: Vec<LayerPlace>,
+    /// For each layer, its static scales. `[num_layers]`, empty unless `per-tensor`.
+    pub static_scales: Vec<LayerScales>,
+    /// Places for sequences: how many can be alive at once.
+    pub seq_slots: u32,
+    /// Bytes of the one allocation that holds K, V and scales.
+    pub pool_bytes: Bytes,
+    /// Of these, bytes that hold nothing: alignment of units and groups.
+    pub padding_bytes: Bytes,
+    /// Bytes of K, V and scales for one more token in all layers, windows aside.
+    pub bytes_per_token: Bytes,
+    /// Tokens that fit, over all sequences.
+    pub capacity_tokens: u64,
+    /// Sequences of `max_seq_len` tokens that are certain to run to their end at once (P3).
+    pub full_length_seqs: u32,
+    /// Host memory for tables and lists, term by term.
+    pub host_terms: Vec<HostTerm>,
+    /// The sum of `host_terms`.
+    pub host_bytes: Bytes,
+}
+
+impl Plan {
+    /// Computes the plan of a configuration whose settings have been checked by
+    /// [`crate::config::load`].
+    ///
+    /// # Errors
+    /// [`PlanError`] when settings contradict each other, a size overflows, or the capacity does
+    /// not hold a single unit.
+    pub fn new(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
+        let limits = limits(config, geometry)?;
+        let format = KvFormat::of(config);
+        let drafts = group::drafts(config, geometry, &limits, format)?;
+        let sized = budget::size(config, &limits, &drafts)?;
+
+        let mut layers = vec![
+            LayerPlace {
+                group: GroupIdx(0),
+                index: 0
+            };
+            geometry.windows.len()
+        ];
+        for (g, group) in (0..).zip(&sized.groups) {
+            for (index, layer) in (0..).zip(&group.layers) {
+                layers[layer.index()] = LayerPlace {
+                    group: GroupIdx(g),
+                    index,
+                };
+            }
+        }
+        let padding = sized
+            .groups
+            .iter()
+            .try_fold(sized.group_padding, |sum, group| {
+                let units = u64::from(group.layout.units);
+                sum.try_add(Bytes(group.layout.unit_padding_bytes).try_mul(units)?)
+            })?;
+        let bytes_per_token = sized
+            .groups
+            .iter()
+            .try_fold(Bytes::ZERO, |sum, group| sum.try_add(group.bytes_per_token))?;
+        let host_terms = host::terms(geometry, &limits, &sized.groups, sized.seq_slots)?;
+        let host_bytes = host_terms
+            .iter()
+            .try_fold(Bytes::ZERO, |sum, term| sum.try_add(term.bytes))?;
+        Ok(Self {
+            geometry: geometry.clone(),
+            mode: config.cache.mode,
+            format,
+            tokens_per_block: config.cache.tokens_per_block,
+            admission: config.cache.admission,
+            layers,
+            static_scales: static_scales(config, geometry),
+            seq_slots: sized.seq_slots,
+            pool_bytes: sized.pool_bytes,
+            padding_bytes: padding,
+            bytes_per_token,
+            capacity_tokens: capacity_tokens(&sized.groups, &limits, sized.seq_slots),
+            full_length_seqs: full_length_seqs(&sized.groups, &limits, sized.seq_slots),
+            groups: sized.groups,
+            limits,
+            host_terms,
+            host_bytes,
+        })
+    }
+
+    /// The group of a layer.
+    #[must_use]
+    pub fn group_of(&self, layer: LayerIdx) -> &LayerGroup {
+        &self.groups[self.layers[layer.index()].group.index()]
+    }
+
+    /// The static scales of a layer; zeros where scales are computed on append.
+    #[must_use]
+    pub fn scales_of(&self, layer: LayerIdx) -> LayerScales {
+        self.static_scales
+            .get(layer.index())
+            .copied()
+            .unwrap_or_default()
+    }
+
+    /// Blocks of group `group` that a sequence of `len` tokens can hold at once, at most; 0 for a
+    /// contiguous group. This one function sizes the pool, admits sequences and states how many
+    /// fit (P3).
+    #[must_use]
+    pub fn blocks_for(&self, group: GroupIdx, len: u32) -> u32 {
+        self.groups[group.index()].blocks_for(len, &self.limits)
+    }
+
+    /// The first token that a group must still hold when `high_water` tokens have been committed
+    /// at some time: what lies before has left the window, even after the longest rewind.
+    #[must_use]
+    pub fn keep_from(&self, group: GroupIdx, high_water: u32) -> u32 {
+        match self.groups[group.index()].window {
+            Some(window) => (high_water + 1).saturating_sub(window + self.limits.max_rewind_tokens),
+            None => 0,
+        }
+    }
+
+    /// Checks the plan against the memory that the machine has available.
+    ///
+    /// # Errors
+    /// [`PlanError::MemoryTooSmall`] with the shortfall and the settings that close it.
+    pub fn check_memory(
+        &self,
+        available: Bytes,
+        source_of_limit: &'static str,
+    ) -> Result<(), PlanError> {
+        let needed = self.pool_bytes.try_add(self.host_bytes)?;
+        if needed <= available {
+            return Ok(());
+        }
+        Err(PlanError::MemoryTooSmall {
+            needed,
+            pool: self.pool_bytes,
+            host: self.host_bytes,
+            available,
+            source_of_limit,
+        })
+    }
+}
+
+/// Fills in the limits' defaults and refuses contradictions.
+fn limits(config: &Config, geometry: &Geometry) -> Result<Limits, PlanError> {
+    let given = &config.limits;
+    let smallest_window = geometry
+        .windows
+        .iter()
+        .copied()
+        .filter(|w| *w > 0)
+        .min()
+        .unwrap_or(u32::MAX);
+    let natural = given.max_batch_tokens.min(given.max_seq_len);
+    let max_step_tokens = given
+        .max_step_tokens
+        .unwrap_or(natural.min(smallest_window))
+        .min(given.max_seq_len);
+    if given.max_rewind_tokens > given.max_seq_len {
+        return Err(PlanError::Contradiction {
+            key: "limits.max_rewind_tokens",
+            problem: format!(
+                "{} is more than limits.max_seq_len = {}",
+                given.max_rewind_tokens, given.max_seq_len
+            ),
+            help: "lower it: no sequence is longer than max_seq_len",
+        });
+    }
+    Ok(Limits {
+        max_seqs: given.max_seqs,
+        max_seq_len: given.max_seq_len,
+        max_batch_tokens: given.max_batch_tokens,
+        max_step_tokens,
+        max_rewind_tokens: given.max_rewind_tokens,
+    })
+}
+
+/// One entry a layer for static scales, none otherwise.
+fn static_scales(config: &Config, geometry: &Geometry) -> Vec<LayerScales> {
+    let Some(int8) = &config.cache.int8 else {
+        return Vec::new();
+    };
+    if int8.scale != ScaleKind::PerTensor {
+        return Vec::new();
+    }
+    let at = |scale: &Option<StaticScale>, layer: usize| match scale {
+        Some(StaticScale::One(value)) => *value,
+        Some(StaticScale::PerLayer(values)) => values[layer],
+        None => 0.0,
+    };
+    (0..geometry.windows.len())
+        .map(|layer| LayerScales {
+            k: at(&int8.k_scale, layer),
+            v: at(&int8.v_scale, layer),
+        })
+        .collect()
+}
+
+/// Tokens over all sequences: what the full-attention blocks hold, or, without such blocks, what
+/// the sequence slots hold.
+fn capacity_tokens(groups: &[LayerGroup], limits: &Limits, seq_slots: u32) -> u64 {
+    groups
+        .iter()
+        .filter(|group| group.kind == GroupKind::Paged && group.window.is_none())
+        .map(|group| u64::from(group.layout.units) * u64::from(group.layout.unit_tokens))
+        .chain([u64::from(seq_slots) * u64::from(limits.max_seq_len)])
+        .min()
+        .unwrap_or(0)
+}
+
+/// How many sequences of full length every group can hold at once.
+fn full_length_seqs(groups: &[LayerGroup], limits: &Limits, seq_slots: u32) -> u32 {
+    groups
+        .iter()
+        .filter(|group| group.kind == GroupKind::Paged)
+        .map(|group| group.layout.units / group.blocks_for(limits.max_seq_len, limits))
+        .chain([seq_slots])
+        .min()
+        .unwrap_or(0)
+}

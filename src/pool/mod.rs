@@ -1,0 +1,64 @@
+//! The memory and the blocks: what exists, who holds it, what is free.
+//!
+//! The pool owns the device's one allocation and, for every paged layer group, a [`BlockStore`].
+//! It knows nothing of tokens; the meaning of a block is the cache's.
+
+mod block_store;
+mod stats;
+
+pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore};
+pub use stats::{GroupStats, Stats};
+
+use crate::device::Device;
+use crate::plan::{GroupKind, Plan};
+use crate::units::{Bytes, GroupIdx};
+
+/// The device's memory and the blocks that it is divided into.
+#[derive(Debug)]
+pub struct Pool {
+    pub(crate) device: Box<dyn Device>,
+    /// One for each layer group; `None` for contiguous ones. `[num_groups]`
+    stores: Vec<Option<BlockStore>>,
+}
+
+impl Pool {
+    /// All blocks of the plan, free, in the memory of a device opened with the same plan.
+    #[must_use]
+    pub fn new(plan: &Plan, device: Box<dyn Device>) -> Self {
+        let stores = (0..)
+            .zip(&plan.groups)
+            .map(|(g, group)| {
+                // A sequence holds a block at most once, so no block has more references than
+                // there are sequences.
+                let store = || BlockStore::new(GroupIdx(g), group.layout.units, plan.seq_slots);
+                (group.kind == GroupKind::Paged).then(store)
+            })
+            .collect();
+        Self { device, stores }
+    }
+
+    /// The blocks of a group; `None` for a contiguous one.
+    #[must_use]
+    pub fn store(&self, group: usize) -> Option<&BlockStore> {
+        self.stores.get(group)?.as_ref()
+    }
+
+    /// The blocks of a group, to change.
+    pub(crate) fn store_mut(&mut self, group: usize) -> Option<&mut BlockStore> {
+        self.stores.get_mut(group)?.as_mut()
+    }
+
+    /// Bytes of all active blocks, and of all promised ones.
+    pub(crate) fn block_bytes(&self, plan: &Plan) -> (Bytes, Bytes) {
+        let mut active = 0;
+        let mut promised = 0;
+        for (store, group) in self.stores.iter().zip(&plan.groups) {
+            if let Some(store) = store {
+                let counts = store.counts();
+                active += u64::from(counts.active) * group.layout.unit_bytes;
+                promised += u64::from(counts.promised) * group.layout.unit_bytes;
+            }
+        }
+        (Bytes(active), Bytes(promised))
+    }
+}
