@@ -1,0 +1,24 @@
+//! The crate as its users see it. Tests of an edge case carry its number: `edge_17_…`.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_possible_wrap,
+    reason = "small numbers of tests"
+)]
+#![allow(
+    clippy::print_stdout,
+    reason = "a skipped part is printed, and measured errors are"
+)]
+
+mod common;
+mod config;
+mod edge_admission;
+mod edge_blocks;
+mod int8;
+mod layout;
+mod one_answer;
+mod plans;
+mod stateful;
+mod structure;

@@ -1,0 +1,248 @@
+//! P1: nothing is allocated between open and close, on success and on refusal.
+//!
+//! A binary of its own, without the test harness, so that the counts are this file's alone.
+
+#![expect(clippy::cast_possible_truncation, reason = "small numbers of a test")]
+#![expect(
+    clippy::print_stdout,
+    reason = "a test without a harness reports for itself"
+)]
+
+#[allow(
+    dead_code,
+    reason = "shared with the other integration tests, which use all of it"
+)]
+mod common;
+
+use common::{MODES, Rng, Spec};
+use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
+use kvpool::config::{Admission, Capacity, Format, KernelChoice, ScaleKind};
+use kvpool::device::cpu::CpuDevice;
+use kvpool::device::{CountingAllocator, TensorMut, TensorRef, allocation_counts};
+use kvpool::error::CacheError;
+use kvpool::plan::Kv;
+use kvpool::units::{GroupIdx, LayerIdx};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+/// Allocations of a call.
+fn allocations(call: impl FnOnce()) -> u64 {
+    let before = allocation_counts().allocations;
+    call();
+    allocation_counts().allocations - before
+}
+
+/// Buffers that an engine has before it starts.
+struct Buffers {
+    kv: Vec<f32>,
+    q: Vec<f32>,
+    out: Vec<f32>,
+    lse: Vec<f32>,
+    prompt: Vec<u32>,
+    alive: Vec<SeqHandle>,
+    batch: Vec<(SeqHandle, u32)>,
+}
+
+fn main() {
+    counting_works();
+    edge_10_a_whole_trace_allocates_nothing();
+    bookkeeping_is_what_the_plan_says();
+}
+
+/// The counter counts: a test that could not fail would be worth nothing.
+fn counting_works() {
+    let counted = allocations(|| drop(std::hint::black_box(vec![1_u8; 100])));
+    assert_eq!(counted, 1, "the counting allocator is not installed");
+    println!("counting_works ... ok");
+}
+
+fn edge_10_a_whole_trace_allocates_nothing() {
+    let formats = [
+        (Format::F32, ScaleKind::PerTokenHead),
+        (Format::F16, ScaleKind::PerTokenHead),
+        (Format::Bf16, ScaleKind::PerTokenHead),
+        (Format::Int8, ScaleKind::PerTokenHead),
+        (Format::Int8, ScaleKind::PerGroup32),
+        (Format::Int8, ScaleKind::PerTensor),
+    ];
+    let (mut verbs, mut refused) = (0, 0);
+    for mode in MODES {
+        for (format, scale) in formats {
+            for kernel in [KernelChoice::Auto, KernelChoice::Reference] {
+                for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
+                    let spec = Spec {
+                        format,
+                        scale,
+                        kernel,
+                        admission,
+                        head_dim: 32,
+                        windows: vec![12, 0, 30],
+                        sink_tokens: 2,
+                        max_rewind_tokens: 4,
+                        threads: 2,
+                        // Too little for everything, so that refusals are common.
+                        capacity: Capacity::Tokens(128),
+                        ..Spec::mode(mode)
+                    };
+                    let (done, failed) = trace(&spec);
+                    verbs += done;
+                    refused += failed;
+                }
+            }
+        }
+    }
+    assert!(
+        verbs > 10_000 && refused > 2_000,
+        "{verbs} verbs, {refused} refused"
+    );
+    println!("edge_10_a_whole_trace_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
+}
+
+/// Runs random verbs, valid and not, and asserts that they allocate nothing.
+fn trace(spec: &Spec) -> (u64, u64) {
+    let mut cache = spec.open();
+    let tokens = spec.max_batch_tokens as usize;
+    let mut buffers = Buffers {
+        kv: vec![0.5; tokens * 32],
+        q: vec![0.25; tokens * 64],
+        out: vec![0.0; tokens * 64],
+        lse: vec![0.0; tokens * 2],
+        prompt: vec![1; 80],
+        alive: Vec::with_capacity(16),
+        batch: Vec::with_capacity(16),
+    };
+    let mut rng = Rng(spec.format as u64);
+    let (mut done, mut refused) = (0, 0);
+    let counted = allocations(|| {
+        for _ in 0..400 {
+            match verb(&mut cache, &mut rng, &mut buffers) {
+                Ok(()) => done += 1,
+                Err(error) => {
+                    std::hint::black_box(error);
+                    refused += 1;
+                }
+            }
+        }
+        for seq in buffers.alive.drain(..) {
+            let _ = cache.release(seq);
+        }
+        let _ = cache.reset();
+    });
+    assert_eq!(counted, 0, "{spec:?}");
+    (done, refused)
+}
+
+/// One verb on a random sequence.
+fn verb(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), CacheError> {
+    let choice = rng.below(16);
+    if choice < 3 {
+        let prompt = &buffers.prompt[..rng.below(70) as usize];
+        let options = BeginOptions {
+            key: (choice == 0).then_some(1),
+            max_len: Some(rng.below(70) as u32),
+            lookahead_tokens: 2,
+        };
+        cache.can_admit(prompt.len() as u32, &options)?;
+        buffers.alive.push(cache.begin(prompt, options)?.sequence);
+        return Ok(());
+    }
+    if buffers.alive.is_empty() {
+        let forged = SeqHandle::from_parts(0, 0, 0);
+        return cache.release(forged);
+    }
+    let at = rng.below(buffers.alive.len() as u64) as usize;
+    let seq = buffers.alive[at];
+    match choice {
+        3 => cache.truncate(seq, rng.below(64) as u32),
+        4 => {
+            buffers.alive.push(cache.fork(seq)?);
+            Ok(())
+        }
+        5 => cache.release(buffers.alive.swap_remove(at)),
+        6 => {
+            let block = cache.block_of(seq, GroupIdx(1), 0)?;
+            cache.block_refs(block)?;
+            cache.table_version(seq)?;
+            std::hint::black_box((cache.stats(), cache.group_stats(GroupIdx(0))));
+            let len = cache.seq_len(seq)?;
+            cache.export(
+                seq,
+                LayerIdx(1),
+                Kv::K,
+                0,
+                len.min(2),
+                &mut buffers.out[..64],
+            )
+        }
+        7 => cache
+            .reserve(&[(seq, 1), (seq, 1)])
+            .map(|step| step.cancel()),
+        _ => step(cache, rng, buffers),
+    }
+}
+
+/// A step of some sequences; now and then it is dropped half way.
+fn step(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), CacheError> {
+    buffers.batch.clear();
+    for seq in &buffers.alive {
+        if rng.below(2) == 0 {
+            buffers.batch.push((*seq, 1 + rng.below(12) as u32));
+        }
+    }
+    let drop_at = (rng.below(6) == 0).then(|| rng.below(3));
+    let mut step = cache.reserve(&buffers.batch)?;
+    let n = step.num_tokens();
+    for layer in 0..3 {
+        if drop_at == Some(layer) {
+            return Ok(());
+        }
+        let layer = LayerIdx(layer as u32);
+        let kv = TensorRef::F32(&buffers.kv[..n * 32]);
+        step.append(layer, kv, kv)?;
+        let options = AttendOptions {
+            lse: Some(&mut buffers.lse[..n * 2]),
+            softmax_scale: None,
+        };
+        let q = TensorRef::F32(&buffers.q[..n * 64]);
+        step.attend(
+            layer,
+            q,
+            TensorMut::F32(&mut buffers.out[..n * 64]),
+            options,
+        )?;
+    }
+    if step.block_table(GroupIdx(1)).is_ok() {
+        step.csr(GroupIdx(1))?;
+    }
+    step.commit()
+}
+
+/// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs
+/// themselves.
+fn bookkeeping_is_what_the_plan_says() {
+    for mode in MODES {
+        let spec = Spec {
+            max_seqs: 200,
+            max_seq_len: 1000,
+            windows: vec![12, 0],
+            ..Spec::mode(mode)
+        };
+        let plan = spec.plan();
+        let promised = plan.host_bytes.0;
+        let device = CpuDevice::open(&plan, &spec.config().device, None).expect("opens");
+        let device = Box::new(device);
+        let before = allocation_counts();
+        let cache = Cache::open(plan, device).expect("opens");
+        let after = allocation_counts();
+        let allocated = after.allocated_bytes - before.allocated_bytes;
+        let freed = after.freed_bytes - before.freed_bytes;
+        let held = allocated - freed;
+        assert!(
+            held <= promised && promised - held < promised / 10,
+            "{mode:?}: {held} bytes held, {promised} planned"
+        );
+        drop(cache);
+        println!("bookkeeping_is_what_the_plan_says ... ok ({mode:?}: {held} of {promised} bytes)");
+    }
+}
