@@ -1,7 +1,7 @@
 //! Edge cases 12–16, 19, 20: admission and sizing.
 
 use kvpool::cache::{BeginOptions, Cache};
-use kvpool::config::{Admission, CacheMode, Capacity};
+use kvpool::config::{Admission, CacheMode, Capacity, DeviceConfig};
 use kvpool::error::{CacheError, PlanError};
 use kvpool::plan::{Addressing, GroupKind};
 use kvpool::units::{Bytes, GroupIdx};
@@ -331,6 +331,41 @@ fn edge_19_budgets_at_the_edge() {
     let text = error.to_string();
     assert!(
         text.contains(": 1 bytes short") && text.contains("limits.max_seqs"),
+        "{text}"
+    );
+}
+
+/// The same at open: what the machine has, or `device.memory_limit`, to the byte.
+#[test]
+fn edge_19_memory_is_checked_before_anything_is_allocated() {
+    let spec = Spec::default();
+    let plan = spec.plan();
+    let needed = plan
+        .pool_bytes
+        .try_add(plan.host_bytes)
+        .expect("fits 64 bits");
+    let open = |limit| {
+        let device = DeviceConfig {
+            memory_limit: Some(limit),
+            ..spec.config().device
+        };
+        Cache::open_on_cpu(spec.plan(), &device, None)
+    };
+    assert!(open(needed).is_ok());
+    let error = open(Bytes(needed.0 - 1)).expect_err("one byte short");
+    assert!(error.to_string().contains("device.memory_limit"), "{error}");
+    // 128 TiB: no machine that runs this test has them, and asking must not hurt it.
+    let huge = Spec {
+        max_seqs: 1 << 16,
+        max_seq_len: 1 << 20,
+        head_dim: 128,
+        tokens_per_block: 128,
+        ..spec
+    };
+    let error = Cache::open_on_cpu(huge.plan(), &huge.config().device, None).expect_err("too much");
+    let text = error.to_string();
+    assert!(
+        text.contains("bytes short") && text.contains("limits.max_seqs"),
         "{text}"
     );
 }
