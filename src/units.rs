@@ -162,20 +162,12 @@ pub fn grouped(number: u64) -> String {
 }
 
 /// The binary units that sizes are read and written in, biggest first.
-const BINARY_UNITS: [(&str, u64); 4] = [
-    ("TiB", 1 << 40),
-    ("GiB", 1 << 30),
-    ("MiB", 1 << 20),
-    ("KiB", 1 << 10),
-];
+const BINARY_UNITS: [(&str, u64); 4] =
+    [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
 
 /// The decimal units that sizes are read in.
-const DECIMAL_UNITS: [(&str, u64); 4] = [
-    ("TB", 1_000_000_000_000),
-    ("GB", 1_000_000_000),
-    ("MB", 1_000_000),
-    ("KB", 1_000),
-];
+const DECIMAL_UNITS: [(&str, u64); 4] =
+    [("TB", 1_000_000_000_000), ("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1_000)];
 
 impl Bytes {
     /// The size in the largest binary unit that it reaches: `3.125 GiB`, `512 B`.
@@ -207,9 +199,7 @@ impl FromStr for Bytes {
 
     /// Reads `25769803776`, `24 GiB`, `24GiB` or `1.5 GiB`. A fraction must come to whole bytes.
     fn from_str(text: &str) -> Result<Self, SizeError> {
-        let error = || SizeError {
-            text: text.to_owned(),
-        };
+        let error = || SizeError { text: text.to_owned() };
         let trimmed = text.trim();
         let split = trimmed
             .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
@@ -264,17 +254,8 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
         }
-        for text in [
-            "",
-            "GiB",
-            "16 GiBs",
-            "-1",
-            "1.",
-            ".5 GiB",
-            "0.3 B",
-            "1e9",
-            "99999999999 TiB",
-        ] {
+        for text in ["", "GiB", "16 GiBs", "-1", "1.", ".5 GiB", "0.3 B", "1e9", "99999999999 TiB"]
+        {
             assert!(text.parse::<Bytes>().is_err(), "{text}");
         }
     }

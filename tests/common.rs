@@ -65,10 +65,7 @@ impl Default for Spec {
 
 impl Spec {
     pub(crate) fn mode(mode: CacheMode) -> Self {
-        Self {
-            mode,
-            ..Self::default()
-        }
+        Self { mode, ..Self::default() }
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -116,9 +113,7 @@ impl Spec {
                 hybrid: (self.mode == CacheMode::Hybrid)
                     .then_some(HybridConfig { contiguous_layers }),
             },
-            pool: PoolConfig {
-                capacity: self.capacity,
-            },
+            pool: PoolConfig { capacity: self.capacity },
             device: DeviceConfig {
                 threads: self.threads,
                 kernel: self.kernel,
@@ -134,8 +129,7 @@ impl Spec {
     }
 
     pub(crate) fn plan(&self) -> Plan {
-        self.try_plan()
-            .unwrap_or_else(|error| panic!("{self:?}: {error}"))
+        self.try_plan().unwrap_or_else(|error| panic!("{self:?}: {error}"))
     }
 
     pub(crate) fn open(&self) -> Cache {
@@ -146,6 +140,16 @@ impl Spec {
 /// All three modes of a spec whose layer list has at least two layers.
 pub(crate) const MODES: [CacheMode; 3] =
     [CacheMode::Contiguous, CacheMode::Paged, CacheMode::Hybrid];
+
+/// Every format; the scale form counts for INT8 only.
+pub(crate) const FORMATS: [(Format, ScaleKind); 6] = [
+    (Format::F32, ScaleKind::PerTokenHead),
+    (Format::F16, ScaleKind::PerTokenHead),
+    (Format::Bf16, ScaleKind::PerTokenHead),
+    (Format::Int8, ScaleKind::PerTokenHead),
+    (Format::Int8, ScaleKind::PerGroup32),
+    (Format::Int8, ScaleKind::PerTensor),
+];
 
 /// Mixes words into one.
 pub(crate) fn mix(words: &[u64]) -> u64 {
@@ -173,14 +177,7 @@ impl Rng {
 /// One element of K, V or Q: a multiple of 1/16 in [-4, 4), exact in every float format. `tag`
 /// stands for the token at the position, so sequences that differ in it hold different values.
 pub(crate) fn element(tag: u64, position: u32, layer: u32, what: u64, head: u32, d: u32) -> f32 {
-    let word = mix(&[
-        tag,
-        position.into(),
-        layer.into(),
-        what,
-        head.into(),
-        d.into(),
-    ]);
+    let word = mix(&[tag, position.into(), layer.into(), what, head.into(), d.into()]);
     ((word >> 40) % 128) as f32 / 16.0 - 4.0
 }
 
@@ -227,18 +224,11 @@ pub(crate) fn run_step(
     tags: &[u64],
 ) -> Result<Outputs, CacheError> {
     let geometry = cache.plan().geometry.clone();
-    let (kv_heads, q_heads, dim) = (
-        geometry.num_kv_heads,
-        geometry.num_q_heads,
-        geometry.head_dim,
-    );
+    let (kv_heads, q_heads, dim) = (geometry.num_kv_heads, geometry.num_q_heads, geometry.head_dim);
     let mut step = cache.reserve(batch)?;
     assert_eq!(step.num_tokens(), tags.len());
     let positions = step.positions().to_vec();
-    let mut outputs = Outputs {
-        out: Vec::new(),
-        lse: Vec::new(),
-    };
+    let mut outputs = Outputs { out: Vec::new(), lse: Vec::new() };
     for layer in 0..geometry.num_layers {
         let k = tensor(tags, &positions, layer, 0, kv_heads, dim);
         let v = tensor(tags, &positions, layer, 1, kv_heads, dim);
@@ -247,16 +237,8 @@ pub(crate) fn run_step(
         // Poisoned, so that an element that is not written shows.
         let mut out = vec![f32::NAN; q.len()];
         let mut lse = vec![f32::NAN; tags.len() * q_heads as usize];
-        let options = AttendOptions {
-            softmax_scale: None,
-            lse: Some(&mut lse),
-        };
-        step.attend(
-            LayerIdx(layer),
-            TensorRef::F32(&q),
-            TensorMut::F32(&mut out),
-            options,
-        )?;
+        let options = AttendOptions { softmax_scale: None, lse: Some(&mut lse) };
+        step.attend(LayerIdx(layer), TensorRef::F32(&q), TensorMut::F32(&mut out), options)?;
         outputs.out.push(out);
         outputs.lse.push(lse);
     }
@@ -305,9 +287,7 @@ pub(crate) fn naive_attention(
     let kv_head = q_head / geometry.q_heads_per_kv_head();
     let row = |what: u64, position: u32, head: u32| -> Vec<f32> {
         let tag = tags[position as usize];
-        (0..dim)
-            .map(|d| element(tag, position, layer, what, head, d))
-            .collect()
+        (0..dim).map(|d| element(tag, position, layer, what, head, d)).collect()
     };
     let position = tags.len() as u32 - 1;
     let q = row(2, position, q_head);
@@ -319,11 +299,7 @@ pub(crate) fn naive_attention(
         .iter()
         .map(|key| {
             let k = store(Kv::K, &row(0, *key, kv_head));
-            let dot: f64 = q
-                .iter()
-                .zip(&k)
-                .map(|(q, k)| f64::from(*q) * f64::from(*k))
-                .sum();
+            let dot: f64 = q.iter().zip(&k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             dot / f64::from(dim).sqrt()
         })
         .collect();
@@ -359,10 +335,7 @@ pub(crate) fn begin_with(
     len: u32,
     max_len: Option<u32>,
 ) -> Result<SeqHandle, CacheError> {
-    let options = kvpool::cache::BeginOptions {
-        max_len,
-        ..Default::default()
-    };
+    let options = kvpool::cache::BeginOptions { max_len, ..Default::default() };
     Ok(cache.begin(&vec![0; len as usize], options)?.sequence)
 }
 
@@ -372,14 +345,8 @@ pub(crate) fn assert_refused<T>(
     call: impl FnOnce(&mut Cache) -> Result<T, CacheError>,
 ) -> CacheError {
     let before = cache.state_digest();
-    let Err(error) = call(cache).map(|_| ()) else {
-        panic!("the call was not refused")
-    };
-    assert_eq!(
-        cache.state_digest(),
-        before,
-        "{error}: the refusal left a trace"
-    );
+    let Err(error) = call(cache).map(|_| ()) else { panic!("the call was not refused") };
+    assert_eq!(cache.state_digest(), before, "{error}: the refusal left a trace");
     cache.check_invariants().expect("invariants");
     error
 }

@@ -11,19 +11,11 @@ use crate::common::{MODES, Rng, Spec, append_step, assert_refused, begin, begin_
 #[test]
 fn edge_12_longer_than_the_pool_is_refused_at_once() {
     for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
-        let spec = Spec {
-            capacity: Capacity::Blocks(4),
-            admission,
-            ..Spec::default()
-        };
+        let spec = Spec { capacity: Capacity::Blocks(4), admission, ..Spec::default() };
         let mut cache = spec.open();
         // 33 tokens are within max_seq_len and one block more than the pool has.
         let error = assert_refused(&mut cache, |cache| begin_with(cache, 33, Some(33)));
-        let wanted = CacheError::NeverFits {
-            group: GroupIdx(0),
-            wanted: 5,
-            total: 4,
-        };
+        let wanted = CacheError::NeverFits { group: GroupIdx(0), wanted: 5, total: 4 };
         assert_eq!(error, wanted, "empty pool");
         let _holder = begin_with(&mut cache, 0, Some(32)).expect("the whole pool");
         let error = assert_refused(&mut cache, |cache| begin_with(cache, 33, Some(33)));
@@ -36,11 +28,9 @@ fn sizing_specs() -> Vec<Spec> {
     let mut specs = Vec::new();
     for mode in MODES {
         for windows in [vec![0, 0], vec![5, 0], vec![3, 17]] {
-            for capacity in [
-                Capacity::WorstCase,
-                Capacity::Tokens(130),
-                Capacity::Budget(Bytes(40_000)),
-            ] {
+            for capacity in
+                [Capacity::WorstCase, Capacity::Tokens(130), Capacity::Budget(Bytes(40_000))]
+            {
                 for (sink_tokens, max_rewind_tokens) in [(0, 0), (9, 4)] {
                     let windowed = windows.iter().any(|w| *w > 0);
                     let sink_tokens = if windowed { sink_tokens } else { 0 };
@@ -78,9 +68,8 @@ fn edge_13_what_the_plan_says_fits_runs_to_full_length() {
         );
         // Full speed in uneven steps; every one succeeds.
         let mut rng = Rng(1);
-        while let Some(seq) = seqs
-            .iter()
-            .find(|s| cache.seq_len(**s).expect("alive") < plan.limits.max_seq_len)
+        while let Some(seq) =
+            seqs.iter().find(|s| cache.seq_len(**s).expect("alive") < plan.limits.max_seq_len)
         {
             let left = plan.limits.max_seq_len - cache.seq_len(*seq).expect("alive");
             let tokens = 1 + rng.below(plan.limits.max_step_tokens.min(left).into()) as u32;
@@ -94,11 +83,7 @@ fn edge_13_what_the_plan_says_fits_runs_to_full_length() {
 
 #[test]
 fn edge_14_two_holders_of_half_the_pool_both_finish() {
-    let spec = Spec {
-        capacity: Capacity::Blocks(8),
-        max_seq_len: 32,
-        ..Spec::default()
-    };
+    let spec = Spec { capacity: Capacity::Blocks(8), max_seq_len: 32, ..Spec::default() };
     let mut cache = spec.open();
     let options = |max_len, lookahead_tokens| BeginOptions {
         max_len: Some(max_len),
@@ -115,14 +100,8 @@ fn edge_14_two_holders_of_half_the_pool_both_finish() {
         let held = cache.stats().held_bytes.0 + cache.stats().promised_bytes.0;
         empty_step(&mut cache, &[(a, 4)]).expect("look-ahead was promised");
         cache.truncate(a, step + 1).expect("rejected");
-        assert_eq!(
-            cache.stats().held_bytes.0 + cache.stats().promised_bytes.0,
-            held
-        );
-        assert!(
-            cache.can_admit(0, &options(1, 0)).is_err(),
-            "promised blocks are not free"
-        );
+        assert_eq!(cache.stats().held_bytes.0 + cache.stats().promised_bytes.0, held);
+        assert!(cache.can_admit(0, &options(1, 0)).is_err(), "promised blocks are not free");
     }
 }
 
@@ -130,11 +109,8 @@ fn edge_14_two_holders_of_half_the_pool_both_finish() {
 fn edge_15_the_estimate_equals_what_happens_around_a_block_boundary() {
     for windows in [vec![0], vec![6]] {
         for len in [1, 7, 8, 9, 15, 16, 17, 24] {
-            let spec = Spec {
-                windows: windows.clone(),
-                max_step_tokens: Some(24),
-                ..Spec::default()
-            };
+            let spec =
+                Spec { windows: windows.clone(), max_step_tokens: Some(24), ..Spec::default() };
             let mut cache = spec.open();
             let estimate = cache.plan().blocks_for(GroupIdx(0), len);
             let seq = begin_with(&mut cache, len, Some(len)).expect("fits");
@@ -226,11 +202,7 @@ fn edge_16_the_windowed_bound_is_tight() {
             empty_step(&mut cache, &[(seq, tokens)]).expect("promised");
             most = most.max(cache.stats().peak_held_bytes.0 / unit);
         }
-        assert_eq!(
-            most,
-            u64::from(bound),
-            "window {window}, sinks {sinks}, step {step}"
-        );
+        assert_eq!(most, u64::from(bound), "window {window}, sinks {sinks}, step {step}");
     }
 }
 
@@ -238,10 +210,7 @@ fn edge_16_the_windowed_bound_is_tight() {
 fn edge_19_budgets_at_the_edge() {
     let paged = Spec::default();
     let block = paged.plan().groups[0].layout.unit_bytes;
-    let with = |capacity| Spec {
-        capacity,
-        ..paged.clone()
-    };
+    let with = |capacity| Spec { capacity, ..paged.clone() };
     // Exactly enough for n blocks, one byte short of it, one byte more.
     for n in [1, 2, 7] {
         let blocks = |bytes| {
@@ -255,23 +224,15 @@ fn edge_19_budgets_at_the_edge() {
             Err(error) => {
                 assert_eq!(n, 1);
                 let text = error.to_string();
-                assert!(
-                    text.contains("1 bytes short") && text.contains("pool.capacity"),
-                    "{text}"
-                );
+                assert!(text.contains("1 bytes short") && text.contains("pool.capacity"), "{text}");
             }
         }
     }
-    let error = with(Capacity::Budget(Bytes(0)))
-        .try_plan()
-        .expect_err("nothing fits");
+    let error = with(Capacity::Budget(Bytes(0))).try_plan().expect_err("nothing fits");
     assert!(matches!(error, PlanError::BudgetTooSmall { .. }), "{error}");
 
     // Contiguous: in slots.
-    let spec = |capacity| Spec {
-        capacity,
-        ..Spec::mode(CacheMode::Contiguous)
-    };
+    let spec = |capacity| Spec { capacity, ..Spec::mode(CacheMode::Contiguous) };
     let slot = spec(Capacity::WorstCase).plan().groups[0].layout.unit_bytes;
     let slots = |capacity| spec(capacity).try_plan().map(|plan| plan.seq_slots);
     assert_eq!(slots(Capacity::Budget(Bytes(3 * slot))), Ok(3));
@@ -281,10 +242,7 @@ fn edge_19_budgets_at_the_edge() {
     assert_eq!(slots(Capacity::Tokens(128)), Ok(2));
     let error = slots(Capacity::Tokens(63)).expect_err("less than one slot");
     assert!(error.to_string().contains("64"), "{error}");
-    assert!(matches!(
-        slots(Capacity::Blocks(8)),
-        Err(PlanError::Contradiction { .. })
-    ));
+    assert!(matches!(slots(Capacity::Blocks(8)), Err(PlanError::Contradiction { .. })));
 
     // Products beyond 64 bits, and beyond 32-bit ids.
     let huge = Spec {
@@ -297,42 +255,19 @@ fn edge_19_budgets_at_the_edge() {
         windows: vec![0; 4096],
         ..Spec::mode(CacheMode::Contiguous)
     };
-    assert!(
-        matches!(huge.try_plan(), Err(PlanError::Overflow(_))),
-        "{:?}",
-        huge.try_plan()
-    );
-    let many = Spec {
-        max_seqs: 1 << 20,
-        max_seq_len: 1 << 24,
-        ..Spec::default()
-    };
+    assert!(matches!(huge.try_plan(), Err(PlanError::Overflow(_))), "{:?}", huge.try_plan());
+    let many = Spec { max_seqs: 1 << 20, max_seq_len: 1 << 24, ..Spec::default() };
     assert!(matches!(many.try_plan(), Err(PlanError::TooMany { .. })));
-    let error = with(Capacity::Blocks(1 << 32))
-        .try_plan()
-        .expect_err("beyond 32-bit ids");
+    let error = with(Capacity::Blocks(1 << 32)).try_plan().expect_err("beyond 32-bit ids");
     assert!(error.to_string().contains("4294967296"), "{error}");
 
     // More than the machine has: refused by the plan, before anything is allocated.
-    let plan = Spec {
-        max_seqs: 1 << 16,
-        max_seq_len: 1 << 16,
-        ..Spec::default()
-    }
-    .plan();
-    let needed = plan
-        .pool_bytes
-        .try_add(plan.host_bytes)
-        .expect("fits 64 bits");
+    let plan = Spec { max_seqs: 1 << 16, max_seq_len: 1 << 16, ..Spec::default() }.plan();
+    let needed = plan.pool_bytes.try_add(plan.host_bytes).expect("fits 64 bits");
     assert_eq!(plan.check_memory(needed, "a test"), Ok(()));
-    let error = plan
-        .check_memory(Bytes(needed.0 - 1), "a test")
-        .expect_err("one byte short");
+    let error = plan.check_memory(Bytes(needed.0 - 1), "a test").expect_err("one byte short");
     let text = error.to_string();
-    assert!(
-        text.contains(": 1 bytes short") && text.contains("limits.max_seqs"),
-        "{text}"
-    );
+    assert!(text.contains(": 1 bytes short") && text.contains("limits.max_seqs"), "{text}");
 }
 
 /// The same at open: what the machine has, or `device.memory_limit`, to the byte.
@@ -340,15 +275,9 @@ fn edge_19_budgets_at_the_edge() {
 fn edge_19_memory_is_checked_before_anything_is_allocated() {
     let spec = Spec::default();
     let plan = spec.plan();
-    let needed = plan
-        .pool_bytes
-        .try_add(plan.host_bytes)
-        .expect("fits 64 bits");
+    let needed = plan.pool_bytes.try_add(plan.host_bytes).expect("fits 64 bits");
     let open = |limit| {
-        let device = DeviceConfig {
-            memory_limit: Some(limit),
-            ..spec.config().device
-        };
+        let device = DeviceConfig { memory_limit: Some(limit), ..spec.config().device };
         Cache::open_on_cpu(spec.plan(), &device, None)
     };
     assert!(open(needed).is_ok());
@@ -364,20 +293,14 @@ fn edge_19_memory_is_checked_before_anything_is_allocated() {
     };
     let error = Cache::open_on_cpu(huge.plan(), &huge.config().device, None).expect_err("too much");
     let text = error.to_string();
-    assert!(
-        text.contains("bytes short") && text.contains("limits.max_seqs"),
-        "{text}"
-    );
+    assert!(text.contains("bytes short") && text.contains("limits.max_seqs"), "{text}");
 }
 
 #[test]
 fn edge_20_windows_of_every_size() {
     for window in [1, 2, 7, 8, 9, 31, 63, 64, 65, 1000] {
         for mode in MODES {
-            let spec = Spec {
-                windows: vec![window, 0],
-                ..Spec::mode(mode)
-            };
+            let spec = Spec { windows: vec![window, 0], ..Spec::mode(mode) };
             let mut cache = spec.open();
             let plan = cache.plan().clone();
             let group = plan.group_of(kvpool::units::LayerIdx(0));
@@ -399,17 +322,10 @@ fn edge_20_windows_of_every_size() {
         }
     }
     // A step longer than the window of a contiguous layer is a contradiction; of a paged one not.
-    let spec = |mode| Spec {
-        windows: vec![4, 0],
-        max_step_tokens: Some(5),
-        ..Spec::mode(mode)
-    };
+    let spec = |mode| Spec { windows: vec![4, 0], max_step_tokens: Some(5), ..Spec::mode(mode) };
     let error = spec(CacheMode::Contiguous).try_plan().expect_err("edge 64");
     let text = error.to_string();
-    assert!(
-        text.contains("limits.max_step_tokens") && text.contains("window of 4"),
-        "{text}"
-    );
+    assert!(text.contains("limits.max_step_tokens") && text.contains("window of 4"), "{text}");
     assert!(spec(CacheMode::Paged).try_plan().is_ok());
 }
 
@@ -427,14 +343,7 @@ fn max_utilization_admits_more_and_exhausts_in_the_open() {
     );
     empty_step(&mut cache, &[(a, 16), (b, 16)]).expect("all four blocks");
     let error = assert_refused(&mut cache, |cache| empty_step(cache, &[(a, 1)]));
-    assert_eq!(
-        error,
-        CacheError::PoolExhausted {
-            group: GroupIdx(0),
-            wanted: 1,
-            available: 0
-        }
-    );
+    assert_eq!(error, CacheError::PoolExhausted { group: GroupIdx(0), wanted: 1, available: 0 });
     cache.release(b).expect("preempted");
     empty_step(&mut cache, &[(a, 1)]).expect("room again");
 }

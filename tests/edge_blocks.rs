@@ -18,47 +18,17 @@ fn edge_01_zero_and_overflowing_requests() {
     let seq = begin(&mut cache, 0);
     let error = assert_refused(&mut cache, |cache| cache.reserve(&[(seq, 0)]).map(|_| ()));
     assert_eq!(error, CacheError::ZeroTokens { slot: 0 });
-    let error = assert_refused(&mut cache, |cache| {
-        cache.reserve(&[(seq, u32::MAX)]).map(|_| ())
-    });
-    assert!(matches!(
-        error,
-        CacheError::StepTooLarge {
-            wanted: 0xFFFF_FFFF,
-            limit: 64,
-            ..
-        }
-    ));
+    let error = assert_refused(&mut cache, |cache| cache.reserve(&[(seq, u32::MAX)]).map(|_| ()));
+    assert!(matches!(error, CacheError::StepTooLarge { wanted: 0xFFFF_FFFF, limit: 64, .. }));
     let other = begin(&mut cache, 0);
-    let error = assert_refused(&mut cache, |cache| {
-        cache.reserve(&[(seq, 64), (other, 64)]).map(|_| ())
-    });
-    assert!(matches!(
-        error,
-        CacheError::StepTooLarge {
-            wanted: 128,
-            limit: 64,
-            ..
-        }
-    ));
-    let options = BeginOptions {
-        max_len: Some(u32::MAX),
-        lookahead_tokens: u32::MAX,
-        key: None,
-    };
+    let error =
+        assert_refused(&mut cache, |cache| cache.reserve(&[(seq, 64), (other, 64)]).map(|_| ()));
+    assert!(matches!(error, CacheError::StepTooLarge { wanted: 128, limit: 64, .. }));
+    let options = BeginOptions { max_len: Some(u32::MAX), lookahead_tokens: u32::MAX, key: None };
     let error = assert_refused(&mut cache, |cache| cache.begin(&[], options).map(|_| ()));
-    assert!(matches!(
-        error,
-        CacheError::SequenceTooLong { limit: 64, .. }
-    ));
-    let options = BeginOptions {
-        lookahead_tokens: u32::MAX,
-        ..BeginOptions::default()
-    };
-    let third = cache
-        .begin(&[], options)
-        .expect("look-ahead is cut at max_seq_len")
-        .sequence;
+    assert!(matches!(error, CacheError::SequenceTooLong { limit: 64, .. }));
+    let options = BeginOptions { lookahead_tokens: u32::MAX, ..BeginOptions::default() };
+    let third = cache.begin(&[], options).expect("look-ahead is cut at max_seq_len").sequence;
     assert_eq!(cache.seq_limit(third), Ok(64));
 }
 
@@ -76,18 +46,14 @@ fn edge_02_double_release_foreign_and_forged_handles() {
         SeqHandle::from_parts(id, 3, 0),
         SeqHandle::from_parts(id, u32::MAX, 1),
     ] {
-        every_verb_refuses(&mut cache, handle, |e| {
-            matches!(e, CacheError::StaleHandle { .. })
-        });
+        every_verb_refuses(&mut cache, handle, |e| matches!(e, CacheError::StaleHandle { .. }));
     }
     every_verb_refuses(&mut cache, foreign, |e| *e == CacheError::ForeignHandle);
     every_verb_refuses(&mut cache, SeqHandle::from_parts(0, 0, 0), |e| {
         *e == CacheError::ForeignHandle
     });
     cache.release(seq).expect("once");
-    every_verb_refuses(&mut cache, seq, |e| {
-        matches!(e, CacheError::StaleHandle { .. })
-    });
+    every_verb_refuses(&mut cache, seq, |e| matches!(e, CacheError::StaleHandle { .. }));
 }
 
 /// Every verb that takes a handle refuses this one and leaves no trace.
@@ -124,9 +90,7 @@ fn edge_03_stale_handle_after_its_slot_was_reused() {
         cache.release(old).expect("alive");
         let new = begin(&mut cache, 0);
         assert_eq!(new.slot(), old.slot(), "the slot is reused at once");
-        every_verb_refuses(&mut cache, old, |e| {
-            matches!(e, CacheError::StaleHandle { .. })
-        });
+        every_verb_refuses(&mut cache, old, |e| matches!(e, CacheError::StaleHandle { .. }));
         append_step(&mut cache, &[(new, 2)], &[4, 5]).expect("fits");
         assert_eq!(cache.seq_len(new), Ok(2));
     }
@@ -146,81 +110,33 @@ fn edge_05_a_failed_allocation_leaves_the_free_list_in_order() {
     empty_step(&mut cache, &[(a, 9), (b, 9)]).expect("four blocks");
     cache.truncate(a, 0).expect("any length");
     let before = cache.free_blocks(GroupIdx(0)).expect("paged");
-    let error = assert_refused(&mut cache, |cache| {
-        cache.reserve(&[(b, 7), (a, 25)]).map(|_| ())
-    });
-    assert_eq!(
-        error,
-        CacheError::PoolExhausted {
-            group: GroupIdx(0),
-            wanted: 4,
-            available: 3
-        }
-    );
+    let error = assert_refused(&mut cache, |cache| cache.reserve(&[(b, 7), (a, 25)]).map(|_| ()));
+    assert_eq!(error, CacheError::PoolExhausted { group: GroupIdx(0), wanted: 4, available: 3 });
     assert_eq!(cache.free_blocks(GroupIdx(0)).expect("paged"), before);
     // A cancelled step puts them back in order too.
-    cache
-        .reserve(&[(b, 8), (a, 9)])
-        .expect("three blocks")
-        .cancel();
+    cache.reserve(&[(b, 8), (a, 9)]).expect("three blocks").cancel();
     assert_eq!(cache.free_blocks(GroupIdx(0)).expect("paged"), before);
 }
 
 #[test]
 fn edge_06_smallest_pools() {
     // One block.
-    let spec = Spec {
-        capacity: Capacity::Blocks(1),
-        ..Spec::default()
-    };
+    let spec = Spec { capacity: Capacity::Blocks(1), ..Spec::default() };
     let mut cache = spec.open();
     let seq = begin_with(&mut cache, 0, Some(8)).expect("one block");
     for _ in 0..8 {
         empty_step(&mut cache, &[(seq, 1)]).expect("in the block");
     }
     let error = assert_refused(&mut cache, |cache| begin_with(cache, 0, Some(1)));
-    assert!(
-        matches!(
-            error,
-            CacheError::NotAdmitted {
-                wanted: 1,
-                available: 0,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, CacheError::NotAdmitted { wanted: 1, available: 0, .. }), "{error}");
     let error = assert_refused(&mut cache, |cache| begin_with(cache, 0, Some(9)));
-    assert!(
-        matches!(
-            error,
-            CacheError::NeverFits {
-                wanted: 2,
-                total: 1,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, CacheError::NeverFits { wanted: 2, total: 1, .. }), "{error}");
     let error = assert_refused(&mut cache, |cache| empty_step(cache, &[(seq, 1)]));
-    assert!(
-        matches!(
-            error,
-            CacheError::SequenceTooLong {
-                wanted: 9,
-                limit: 8,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, CacheError::SequenceTooLong { wanted: 9, limit: 8, .. }), "{error}");
 
     // Exactly one full-length sequence, and one block less.
     for (blocks, admitted) in [(8, true), (7, false)] {
-        let spec = Spec {
-            capacity: Capacity::Blocks(blocks),
-            ..Spec::default()
-        };
+        let spec = Spec { capacity: Capacity::Blocks(blocks), ..Spec::default() };
         let mut cache = spec.open();
         assert_eq!(cache.plan().full_length_seqs, u32::from(admitted));
         match begin_with(&mut cache, 0, None) {
@@ -231,10 +147,7 @@ fn edge_06_smallest_pools() {
                 assert_eq!(cache.free_blocks(GroupIdx(0)).expect("paged"), []);
             }
             Err(error) => {
-                assert!(
-                    !admitted && matches!(error, CacheError::NeverFits { .. }),
-                    "{error}"
-                );
+                assert!(!admitted && matches!(error, CacheError::NeverFits { .. }), "{error}");
                 begin_with(&mut cache, 0, Some(56)).expect("a shorter one fits");
             }
         }
@@ -256,15 +169,8 @@ fn edge_07_reference_limit() {
     }
     store.drop_ref(block).expect("the last");
     assert_eq!(store.get(block), Some((BlockState::Free, 0, 1)));
-    for error in [
-        store.drop_ref(block),
-        store.add_ref(block),
-        store.drop_ref(BlockId(9)),
-    ] {
-        assert!(
-            matches!(error, Err(CacheError::StaleBlock { .. })),
-            "{error:?}"
-        );
+    for error in [store.drop_ref(block), store.add_ref(block), store.drop_ref(BlockId(9))] {
+        assert!(matches!(error, Err(CacheError::StaleBlock { .. })), "{error:?}");
     }
     store.check_invariants().expect("invariants");
 }
@@ -273,11 +179,7 @@ fn edge_07_reference_limit() {
 fn edge_08_abort_in_every_state_frees_exactly_once() {
     for mode in MODES {
         for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
-            let spec = Spec {
-                admission,
-                windows: vec![6, 0, 0],
-                ..Spec::mode(mode)
-            };
+            let spec = Spec { admission, windows: vec![6, 0, 0], ..Spec::mode(mode) };
             let mut cache = spec.open();
             let empty = cache.stats();
             let just_begun = begin(&mut cache, 20);
@@ -315,26 +217,18 @@ fn edge_09_reset_while_sequences_live() {
     cache.reset().expect("idle");
     cache.check_invariants().expect("invariants");
     assert_eq!(cache.state_digest(), Spec::default().open().state_digest());
-    assert!(
-        cache.block_refs(block).is_err(),
-        "handles from before are stale"
-    );
+    assert!(cache.block_refs(block).is_err(), "handles from before are stale");
 }
 
 #[test]
 fn edge_11_duplicate_key() {
     let mut cache = Spec::default().open();
-    let with = |key| BeginOptions {
-        key: Some(key),
-        ..BeginOptions::default()
-    };
+    let with = |key| BeginOptions { key: Some(key), ..BeginOptions::default() };
     let first = cache.begin(&[], with(7)).expect("fits").sequence;
     let error = assert_refused(&mut cache, |cache| cache.begin(&[], with(7)).map(|_| ()));
     assert_eq!(error, CacheError::DuplicateKey { key: 7 });
     cache.begin(&[], with(0)).expect("another key");
-    cache
-        .begin(&[], BeginOptions::default())
-        .expect("no key is not key 0");
+    cache.begin(&[], BeginOptions::default()).expect("no key is not key 0");
     cache.release(first).expect("alive");
     cache.begin(&[], with(7)).expect("free again");
 }
@@ -350,15 +244,9 @@ fn edge_17_cached_blocks_count_once_as_capacity() {
     store.promise(2, 0);
     assert_eq!(store.unpromised(), 0);
     let counts = store.counts();
-    assert_eq!(
-        (counts.free, counts.active, counts.cached, counts.promised),
-        (0, 1, 0, 2)
-    );
+    assert_eq!((counts.free, counts.active, counts.cached, counts.promised), (0, 1, 0, 2));
     store.promise(0, 2);
-    assert_eq!(
-        store.cached_list().collect::<Vec<_>>(),
-        [blocks[1], blocks[0]]
-    );
+    assert_eq!(store.cached_list().collect::<Vec<_>>(), [blocks[1], blocks[0]]);
     // A hit takes it out of what is available; it is not capacity any more.
     store.revive(blocks[1]).expect("cached");
     assert_eq!(store.available(), 1);
@@ -374,11 +262,7 @@ fn edge_17_cached_blocks_count_once_as_capacity() {
 #[test]
 fn edge_34_fork_inside_a_block() {
     for mode in MODES {
-        let mut cache = Spec {
-            windows: vec![0, 0, 0],
-            ..Spec::mode(mode)
-        }
-        .open();
+        let mut cache = Spec { windows: vec![0, 0, 0], ..Spec::mode(mode) }.open();
         let a = begin(&mut cache, 0);
         let prefix: Vec<u64> = (0..11).collect();
         append_step(&mut cache, &[(a, 11)], &prefix).expect("fits");
@@ -387,11 +271,8 @@ fn edge_34_fork_inside_a_block() {
         let c = cache.fork(b).expect("a fork of a fork");
         append_step(&mut cache, &[(b, 1), (c, 1)], &[300, 400]).expect("fits");
         let tags = |tail: &[u64]| [&prefix[..], tail].concat();
-        let mut alive = vec![
-            (a, tags(&[100, 101])),
-            (b, tags(&[200, 201, 300])),
-            (c, tags(&[200, 201, 400])),
-        ];
+        let mut alive =
+            vec![(a, tags(&[100, 101])), (b, tags(&[200, 201, 300])), (c, tags(&[200, 201, 400]))];
         // Released in another order in each mode; what is left stays as it is.
         let mut rng = Rng(mode as u64);
         while !alive.is_empty() {
@@ -414,9 +295,7 @@ fn check_contents(cache: &Cache, seq: SeqHandle, tags: &[u64]) {
         for kv in [Kv::K, Kv::V] {
             let mut got = vec![0.0; tags.len() * (heads * dim) as usize];
             let len = tags.len() as u32;
-            cache
-                .export(seq, LayerIdx(layer), kv, 0, len, &mut got)
-                .expect("held");
+            cache.export(seq, LayerIdx(layer), kv, 0, len, &mut got).expect("held");
             let want: Vec<f32> = (0..)
                 .zip(tags)
                 .flat_map(|(p, tag)| vector(*tag, p, layer, kv as u64, heads, dim))
@@ -437,16 +316,9 @@ fn edge_38_rewind_across_a_block_boundary() {
     let version = cache.table_version(seq).expect("alive");
     assert_eq!(cache.block_refs(third), Ok(1));
     cache.truncate(seq, 16).expect("any length");
-    assert!(matches!(
-        cache.block_refs(third),
-        Err(CacheError::StaleBlock { .. })
-    ));
+    assert!(matches!(cache.block_refs(third), Err(CacheError::StaleBlock { .. })));
     assert_eq!(cache.block_refs(second), Ok(1));
-    assert_ne!(
-        cache.table_version(seq),
-        Ok(version),
-        "rows read before are stale"
-    );
+    assert_ne!(cache.table_version(seq), Ok(version), "rows read before are stale");
     let (table, row) = cache.block_table(GroupIdx(0)).expect("paged");
     assert_eq!(table[(seq.slot() * row + 2) as usize], NO_BLOCK);
     // Within a block nothing moves.
@@ -469,11 +341,7 @@ fn edge_38_rewind_across_a_block_boundary() {
 #[test]
 fn edge_38_outputs_after_a_rewind_equal_a_fresh_run() {
     for mode in MODES {
-        let spec = Spec {
-            windows: vec![7, 0, 0],
-            max_rewind_tokens: 10,
-            ..Spec::mode(mode)
-        };
+        let spec = Spec { windows: vec![7, 0, 0], max_rewind_tokens: 10, ..Spec::mode(mode) };
         let mut cache = spec.open();
         let (a, b) = (begin(&mut cache, 0), begin(&mut cache, 0));
         for at in 0..20_u64 {

@@ -28,14 +28,11 @@ fn through(cache: &mut Cache, seq: SeqHandle, rows: &[Vec<f32>]) -> Vec<Vec<f32>
     let from = cache.seq_len(seq).expect("alive");
     let flat: Vec<f32> = rows.concat();
     let mut step = cache.reserve(&[(seq, rows.len() as u32)]).expect("fits");
-    step.append(LayerIdx(0), TensorRef::F32(&flat), TensorRef::F32(&flat))
-        .expect("append");
+    step.append(LayerIdx(0), TensorRef::F32(&flat), TensorRef::F32(&flat)).expect("append");
     step.commit().expect("whole");
     let mut out = vec![f32::NAN; flat.len()];
     let to = from + rows.len() as u32;
-    cache
-        .export(seq, LayerIdx(0), Kv::K, from, to, &mut out)
-        .expect("held");
+    cache.export(seq, LayerIdx(0), Kv::K, from, to, &mut out).expect("held");
     out.chunks(DIM as usize).map(<[f32]>::to_vec).collect()
 }
 
@@ -66,11 +63,7 @@ fn edge_47_extreme_inputs_are_defined_counted_and_confined() {
             let seq = begin(&mut cache, 0);
             let before = cache.stats().nonfinite;
             // A plain row before and after, in the same block and in the same append.
-            let got = through(
-                &mut cache,
-                seq,
-                &[plain.clone(), extreme.clone(), plain.clone()],
-            );
+            let got = through(&mut cache, seq, &[plain.clone(), extreme.clone(), plain.clone()]);
             assert_eq!(got[0], want[0], "confined to its token");
             assert_eq!(got[2], want[0], "confined to its token");
             assert!(got[1].iter().all(|x| x.is_finite()), "{extreme:?}");
@@ -82,10 +75,7 @@ fn edge_47_extreme_inputs_are_defined_counted_and_confined() {
                     assert_eq!(*got, 0.0);
                 } else if x.is_infinite() {
                     let largest = plain.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
-                    assert!(
-                        got.signum() == x.signum() && got.abs() <= largest * 1.01,
-                        "{got}"
-                    );
+                    assert!(got.signum() == x.signum() && got.abs() <= largest * 1.01, "{got}");
                 }
             }
             cache.release(seq).expect("alive");
@@ -99,16 +89,9 @@ fn edge_47_extreme_inputs_are_defined_counted_and_confined() {
     // Static scales: beyond the range is saturated and counted.
     let mut cache = spec(ScaleKind::PerTensor).open();
     let seq = begin(&mut cache, 0);
-    let got = through(
-        &mut cache,
-        seq,
-        &[with(&[(3, 1e4), (4, -1e4), (5, f32::NAN)])],
-    );
+    let got = through(&mut cache, seq, &[with(&[(3, 1e4), (4, -1e4), (5, f32::NAN)])]);
     assert_eq!((got[0][3], got[0][4], got[0][5]), (4.0, -4.0, 0.0));
-    let over = plain
-        .iter()
-        .enumerate()
-        .filter(|(at, x)| x.abs() > 4.0 && ![3, 4, 5].contains(at));
+    let over = plain.iter().enumerate().filter(|(at, x)| x.abs() > 4.0 && ![3, 4, 5].contains(at));
     assert_eq!(cache.stats().saturated, 2 * (2 + over.count() as u64));
     assert_eq!(cache.stats().nonfinite, 2);
 }
@@ -118,9 +101,7 @@ fn random_rows(rng: &mut Rng, count: usize) -> Vec<Vec<f32>> {
     (0..count)
         .map(|_| {
             let scale = 2.0_f32.powi(rng.below(60) as i32 - 30);
-            (0..DIM)
-                .map(|_| (rng.below(1 << 20) as f32 / (1 << 19) as f32 - 1.0) * scale)
-                .collect()
+            (0..DIM).map(|_| (rng.below(1 << 20) as f32 / (1 << 19) as f32 - 1.0) * scale).collect()
         })
         .collect()
 }
@@ -134,11 +115,7 @@ fn edge_48_error_within_half_a_scale_and_requantising_changes_nothing() {
             let rows = random_rows(&mut rng, 16);
             let seq = begin(&mut cache, 0);
             let once = through(&mut cache, seq, &rows);
-            let group = if kind == ScaleKind::PerGroup32 {
-                32
-            } else {
-                DIM as usize
-            };
+            let group = if kind == ScaleKind::PerGroup32 { 32 } else { DIM as usize };
             for (row, got) in rows.iter().zip(&once) {
                 for (row, got) in row.chunks(group).zip(got.chunks(group)) {
                     let largest = row.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -166,18 +143,12 @@ fn raw(cache: &Cache, seq: SeqHandle, from: u32, to: u32) -> Vec<(Vec<u8>, Vec<u
     let layout = &cache.plan().groups[0].layout;
     let (table, row) = cache.block_table(GroupIdx(0)).expect("paged");
     let start = (seq.slot() * row) as usize;
-    let view = SeqView {
-        layout,
-        table: &table[start..start + row as usize],
-        slot: seq.slot(),
-    };
+    let view = SeqView { layout, table: &table[start..start + row as usize], slot: seq.slot() };
     (from..to)
         .map(|position| {
             let (unit, token) = view.place(position);
             let mut q = vec![0; layout.row_bytes() as usize];
-            cache
-                .read_bytes(layout.row(unit, 0, Kv::K, 0, token), &mut q)
-                .expect("in the pool");
+            cache.read_bytes(layout.row(unit, 0, Kv::K, 0, token), &mut q).expect("in the pool");
             let mut scales = vec![0; layout.scales_per_row as usize * 2];
             cache
                 .read_bytes(layout.scales(unit, 0, Kv::K, 0, token), &mut scales)
@@ -190,11 +161,7 @@ fn raw(cache: &Cache, seq: SeqHandle, from: u32, to: u32) -> Vec<(Vec<u8>, Vec<u
 #[test]
 fn edge_49_appending_changes_no_earlier_byte() {
     let mut rng = Rng(2);
-    for kind in [
-        ScaleKind::PerTokenHead,
-        ScaleKind::PerGroup32,
-        ScaleKind::PerTensor,
-    ] {
+    for kind in [ScaleKind::PerTokenHead, ScaleKind::PerGroup32, ScaleKind::PerTensor] {
         let mut cache = spec(kind).open();
         let seq = begin(&mut cache, 0);
         let mut before: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
@@ -218,10 +185,7 @@ fn edge_51_error_does_not_grow_with_128k_keys() {
     for len in [1 << 10, 1 << 17] {
         errors.push(output_error(ScaleKind::PerTokenHead, len, 1.0));
     }
-    println!(
-        "INT8 output error: {:.2e} at 1k keys, {:.2e} at 128k keys",
-        errors[0], errors[1]
-    );
+    println!("INT8 output error: {:.2e} at 1k keys, {:.2e} at 128k keys", errors[0], errors[1]);
     assert!(errors[1] <= errors[0] * 1.5, "{errors:?}");
 }
 
@@ -240,10 +204,7 @@ fn edge_52_error_with_an_outlier_channel_by_granularity() {
     // Bounds with room for other seeds; the measured values stand in the README.
     assert!(errors[0].0 < 0.02 && errors[1].0 < 0.02, "{errors:?}");
     assert!(errors[0].1 < 0.2 && errors[1].1 < 0.2, "{errors:?}");
-    assert!(
-        errors[1].1 < errors[0].1,
-        "a group of 32 confines the outlier: {errors:?}"
-    );
+    assert!(errors[1].1 < errors[0].1, "a group of 32 confines the outlier: {errors:?}");
 }
 
 /// The largest error of attention outputs over INT8 against the same over f32, for a few queries
@@ -275,8 +236,7 @@ fn output_error(kind: ScaleKind, len: u32, outlier: f32) -> f32 {
         let v: Vec<f32> = (0..now * DIM).map(|_| normal()).collect();
         for (cache, seq) in &mut caches {
             let mut step = cache.reserve(&[(*seq, now)]).expect("fits");
-            step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&v))
-                .expect("append");
+            step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&v)).expect("append");
             step.commit().expect("whole");
         }
         left -= now;
@@ -286,24 +246,15 @@ fn output_error(kind: ScaleKind, len: u32, outlier: f32) -> f32 {
     let (k, v, q) = (row(&mut normal), row(&mut normal), row(&mut normal));
     let outs = caches.map(|(mut cache, seq)| {
         let mut step = cache.reserve(&[(seq, 16)]).expect("fits");
-        step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&v))
-            .expect("append");
+        step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&v)).expect("append");
         let mut out = vec![f32::NAN; q.len()];
         let options = kvpool::cache::AttendOptions::default();
-        step.attend(
-            LayerIdx(0),
-            TensorRef::F32(&q),
-            (&mut out[..]).into(),
-            options,
-        )
-        .expect("attend");
+        step.attend(LayerIdx(0), TensorRef::F32(&q), (&mut out[..]).into(), options)
+            .expect("attend");
         step.commit().expect("whole");
         out
     });
-    outs[0]
-        .iter()
-        .zip(&outs[1])
-        .fold(0.0, |max, (a, b)| f32::max(max, (a - b).abs()))
+    outs[0].iter().zip(&outs[1]).fold(0.0, |max, (a, b)| f32::max(max, (a - b).abs()))
 }
 
 /// The whole-cache view of edge 49 and 43: equal bytes of K, V and scales in every mode.
@@ -313,28 +264,18 @@ fn modes_store_the_same_int8_values() {
     let rows = random_rows(&mut rng, 20);
     let mut all = Vec::new();
     for mode in MODES {
-        let spec = Spec {
-            mode,
-            windows: vec![0, 0],
-            ..spec(ScaleKind::PerTokenHead)
-        };
+        let spec = Spec { mode, windows: vec![0, 0], ..spec(ScaleKind::PerTokenHead) };
         let mut cache = spec.open();
         let seq = begin(&mut cache, 0);
         let flat = rows.concat();
         let mut step = cache.reserve(&[(seq, 20)]).expect("fits");
         for layer in 0..2 {
-            step.append(
-                LayerIdx(layer),
-                TensorRef::F32(&flat),
-                TensorRef::F32(&flat),
-            )
-            .expect("append");
+            step.append(LayerIdx(layer), TensorRef::F32(&flat), TensorRef::F32(&flat))
+                .expect("append");
         }
         step.commit().expect("whole");
         let mut out = vec![0.0; flat.len()];
-        cache
-            .export(seq, LayerIdx(1), Kv::V, 0, 20, &mut out)
-            .expect("held");
+        cache.export(seq, LayerIdx(1), Kv::V, 0, 20, &mut out).expect("held");
         all.push(out);
     }
     assert_eq!(all[0], all[1]);

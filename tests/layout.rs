@@ -7,16 +7,7 @@ use kvpool::config::{CacheMode, Capacity, Format, ScaleKind};
 use kvpool::plan::{Addressing, GroupKind, GroupLayout, Kv, LayerGroup, Plan, SeqView};
 use kvpool::units::LayerIdx;
 
-use crate::common::{MODES, Rng, Spec};
-
-const FORMATS: [(Format, ScaleKind); 6] = [
-    (Format::F32, ScaleKind::PerTokenHead),
-    (Format::F16, ScaleKind::PerTokenHead),
-    (Format::Bf16, ScaleKind::PerTokenHead),
-    (Format::Int8, ScaleKind::PerTokenHead),
-    (Format::Int8, ScaleKind::PerGroup32),
-    (Format::Int8, ScaleKind::PerTensor),
-];
+use crate::common::{FORMATS, MODES, Rng, Spec};
 
 /// Every combination that issue 2 names, in every mode and format.
 fn grid(mut check: impl FnMut(&Spec, &Plan)) {
@@ -60,10 +51,7 @@ fn edge_44_addresses_are_those_of_a_walk_through_memory() {
             assert!(group.layout.base - end < 4096);
             end = walk(spec, group);
         }
-        assert_eq!(
-            end, plan.pool_bytes.0,
-            "the pool ends where the last unit ends"
-        );
+        assert_eq!(end, plan.pool_bytes.0, "the pool ends where the last unit ends");
     });
 }
 
@@ -159,11 +147,7 @@ fn edge_44_positions_lead_to_places_in_every_kind_of_group() {
     ] {
         let layout = &group(layer).layout;
         assert_eq!(layout.addressing, addressing);
-        let view = SeqView {
-            layout,
-            table: &table,
-            slot: 1,
-        };
+        let view = SeqView { layout, table: &table, slot: 1 };
         for position in 0..200 {
             let expected = match addressing {
                 Addressing::Slot => (1, position),
@@ -210,17 +194,8 @@ fn edge_45_offsets_past_four_gibibytes() {
     };
     let mut rng = Rng(5);
     for mode in [CacheMode::Paged, CacheMode::Contiguous] {
-        let capacity = if mode == CacheMode::Paged {
-            spec.capacity
-        } else {
-            Capacity::WorstCase
-        };
-        let plan = Spec {
-            mode,
-            capacity,
-            ..spec.clone()
-        }
-        .plan();
+        let capacity = if mode == CacheMode::Paged { spec.capacity } else { Capacity::WorstCase };
+        let plan = Spec { mode, capacity, ..spec.clone() }.plan();
         assert!(plan.pool_bytes.0 > 1 << 40, "{}", plan.pool_bytes);
         let layout = &plan.groups[0].layout;
         let mut beyond = 0;
@@ -232,14 +207,8 @@ fn edge_45_offsets_past_four_gibibytes() {
         assert!(beyond > 9_000, "the walk must reach past 4 GiB");
         let last = layout.row(layout.units - 1, 79, Kv::V, 7, layout.unit_tokens - 1);
         let end = last + layout.row_bytes() + layout.unit_padding_bytes;
-        assert_eq!(
-            end, plan.pool_bytes.0,
-            "the last vector ends at the end of the pool"
-        );
-        assert_eq!(
-            plan.groups[0].kind == GroupKind::Paged,
-            mode == CacheMode::Paged
-        );
+        assert_eq!(end, plan.pool_bytes.0, "the last vector ends at the end of the pool");
+        assert_eq!(plan.groups[0].kind == GroupKind::Paged, mode == CacheMode::Paged);
     }
 }
 
@@ -258,8 +227,5 @@ fn check_with_128_bits(layout: &GroupLayout, rng: &mut Rng) {
     let expected = u128::from(layout.base)
         + wide(unit) * u128::from(layout.unit_bytes)
         + rows_before * wide(layout.head_dim) * wide(layout.element_bytes);
-    assert_eq!(
-        u128::from(layout.row(unit, layer, kv, head, token)),
-        expected
-    );
+    assert_eq!(u128::from(layout.row(unit, layer, kv, head, token)), expected);
 }

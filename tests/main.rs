@@ -7,10 +7,7 @@
     clippy::cast_possible_wrap,
     reason = "small numbers of tests"
 )]
-#![allow(
-    clippy::print_stdout,
-    reason = "a skipped part is printed, and measured errors are"
-)]
+#![allow(clippy::print_stdout, reason = "a skipped part is printed, and measured errors are")]
 
 mod common;
 mod config;

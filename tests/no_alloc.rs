@@ -3,20 +3,14 @@
 //! A binary of its own, without the test harness, so that the counts are this file's alone.
 
 #![expect(clippy::cast_possible_truncation, reason = "small numbers of a test")]
-#![expect(
-    clippy::print_stdout,
-    reason = "a test without a harness reports for itself"
-)]
+#![expect(clippy::print_stdout, reason = "a test without a harness reports for itself")]
 
-#[allow(
-    dead_code,
-    reason = "shared with the other integration tests, which use all of it"
-)]
+#[allow(dead_code, reason = "shared with the other integration tests, which use all of it")]
 mod common;
 
-use common::{MODES, Rng, Spec};
+use common::{FORMATS, MODES, Rng, Spec};
 use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
-use kvpool::config::{Admission, Capacity, Format, KernelChoice, ScaleKind};
+use kvpool::config::{Admission, Capacity, KernelChoice};
 use kvpool::device::cpu::CpuDevice;
 use kvpool::device::{CountingAllocator, TensorMut, TensorRef, allocation_counts};
 use kvpool::error::CacheError;
@@ -58,17 +52,9 @@ fn counting_works() {
 }
 
 fn edge_10_a_whole_trace_allocates_nothing() {
-    let formats = [
-        (Format::F32, ScaleKind::PerTokenHead),
-        (Format::F16, ScaleKind::PerTokenHead),
-        (Format::Bf16, ScaleKind::PerTokenHead),
-        (Format::Int8, ScaleKind::PerTokenHead),
-        (Format::Int8, ScaleKind::PerGroup32),
-        (Format::Int8, ScaleKind::PerTensor),
-    ];
     let (mut verbs, mut refused) = (0, 0);
     for mode in MODES {
-        for (format, scale) in formats {
+        for (format, scale) in FORMATS {
             for kernel in [KernelChoice::Auto, KernelChoice::Reference] {
                 for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
                     let spec = Spec {
@@ -92,10 +78,7 @@ fn edge_10_a_whole_trace_allocates_nothing() {
             }
         }
     }
-    assert!(
-        verbs > 10_000 && refused > 2_000,
-        "{verbs} verbs, {refused} refused"
-    );
+    assert!(verbs > 10_000 && refused > 2_000, "{verbs} verbs, {refused} refused");
     println!("edge_10_a_whole_trace_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
 }
 
@@ -166,18 +149,9 @@ fn verb(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
             cache.table_version(seq)?;
             std::hint::black_box((cache.stats(), cache.group_stats(GroupIdx(0))));
             let len = cache.seq_len(seq)?;
-            cache.export(
-                seq,
-                LayerIdx(1),
-                Kv::K,
-                0,
-                len.min(2),
-                &mut buffers.out[..64],
-            )
+            cache.export(seq, LayerIdx(1), Kv::K, 0, len.min(2), &mut buffers.out[..64])
         }
-        7 => cache
-            .reserve(&[(seq, 1), (seq, 1)])
-            .map(|step| step.cancel()),
+        7 => cache.reserve(&[(seq, 1), (seq, 1)]).map(|step| step.cancel()),
         _ => step(cache, rng, buffers),
     }
 }
@@ -200,17 +174,9 @@ fn step(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
         let layer = LayerIdx(layer as u32);
         let kv = TensorRef::F32(&buffers.kv[..n * 32]);
         step.append(layer, kv, kv)?;
-        let options = AttendOptions {
-            lse: Some(&mut buffers.lse[..n * 2]),
-            softmax_scale: None,
-        };
+        let options = AttendOptions { lse: Some(&mut buffers.lse[..n * 2]), softmax_scale: None };
         let q = TensorRef::F32(&buffers.q[..n * 64]);
-        step.attend(
-            layer,
-            q,
-            TensorMut::F32(&mut buffers.out[..n * 64]),
-            options,
-        )?;
+        step.attend(layer, q, TensorMut::F32(&mut buffers.out[..n * 64]), options)?;
     }
     if step.block_table(GroupIdx(1)).is_ok() {
         step.csr(GroupIdx(1))?;
@@ -222,12 +188,8 @@ fn step(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
 /// themselves.
 fn bookkeeping_is_what_the_plan_says() {
     for mode in MODES {
-        let spec = Spec {
-            max_seqs: 200,
-            max_seq_len: 1000,
-            windows: vec![12, 0],
-            ..Spec::mode(mode)
-        };
+        let spec =
+            Spec { max_seqs: 200, max_seq_len: 1000, windows: vec![12, 0], ..Spec::mode(mode) };
         let plan = spec.plan();
         let promised = plan.host_bytes.0;
         let device = CpuDevice::open(&plan, &spec.config().device, None).expect("opens");

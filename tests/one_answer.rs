@@ -7,18 +7,9 @@ use kvpool::error::{CacheError, DeviceError};
 use kvpool::units::LayerIdx;
 
 use crate::common::{
-    MODES, Outputs, Rng, Spec, append_step, assert_refused, assert_same_bits, begin, element,
-    naive_attention, run_step, tensor,
+    FORMATS, MODES, Outputs, Rng, Spec, append_step, assert_refused, assert_same_bits, begin,
+    element, naive_attention, run_step, tensor,
 };
-
-const FORMATS: [(Format, ScaleKind); 6] = [
-    (Format::F32, ScaleKind::PerTokenHead),
-    (Format::F16, ScaleKind::PerTokenHead),
-    (Format::Bf16, ScaleKind::PerTokenHead),
-    (Format::Int8, ScaleKind::PerTokenHead),
-    (Format::Int8, ScaleKind::PerGroup32),
-    (Format::Int8, ScaleKind::PerTensor),
-];
 
 /// A model with a full and two windowed layers, and sequences longer than one split of the keys.
 fn spec(format: Format, scale: ScaleKind) -> Spec {
@@ -91,42 +82,25 @@ fn assert_same_rows(a: &[Vec<f32>], b: &[Vec<f32>], what: &str) {
 #[test]
 fn edge_43_one_answer_for_every_mode_block_size_batch_and_thread_count() {
     for (format, scale) in FORMATS {
-        let base = Spec {
-            threads: 2,
-            ..spec(format, scale)
-        };
+        let base = Spec { threads: 2, ..spec(format, scale) };
         let want = run_alone_or_not(&base, 700, 40, 0);
         for layer in &want {
-            assert!(
-                layer.iter().all(|x| x.is_finite()),
-                "NaN of an unused place came through"
-            );
+            assert!(layer.iter().all(|x| x.is_finite()), "NaN of an unused place came through");
         }
         for mode in MODES {
             for tokens_per_block in [8, 16, 32, 64, 128] {
                 if mode == CacheMode::Contiguous && tokens_per_block > 8 {
                     continue;
                 }
-                let spec = Spec {
-                    tokens_per_block,
-                    contiguous_layers: vec![1, 0],
-                    mode,
-                    ..base.clone()
-                };
+                let spec =
+                    Spec { tokens_per_block, contiguous_layers: vec![1, 0], mode, ..base.clone() };
                 let got = run_alone_or_not(&spec, 700, 40, 0);
-                assert_same_rows(
-                    &want,
-                    &got,
-                    &format!("{mode:?}, {tokens_per_block}, {format:?}"),
-                );
+                assert_same_rows(&want, &got, &format!("{mode:?}, {tokens_per_block}, {format:?}"));
             }
         }
         for (threads, step, others) in [(1, 40, 0), (3, 40, 2), (1, 7, 1), (2, 33, 2), (1, 1, 0)] {
             let len = if step == 1 { 560 } else { 700 };
-            let spec = Spec {
-                threads,
-                ..base.clone()
-            };
+            let spec = Spec { threads, ..base.clone() };
             let got = run_alone_or_not(&spec, len, step, others);
             let width = (spec.num_q_heads * spec.head_dim) as usize * len as usize;
             let want: Vec<Vec<f32>> = want.iter().map(|rows| rows[..width].to_vec()).collect();
@@ -142,22 +116,14 @@ fn edge_43_one_answer_for_every_mode_block_size_batch_and_thread_count() {
 /// Every kernel that this CPU has gives one answer in every mode, near to the reference.
 #[test]
 fn kernels_agree_with_the_reference() {
-    let reference = Spec {
-        kernel: KernelChoice::Reference,
-        ..spec(Format::F16, ScaleKind::PerTokenHead)
-    };
+    let reference =
+        Spec { kernel: KernelChoice::Reference, ..spec(Format::F16, ScaleKind::PerTokenHead) };
     let want = run_alone_or_not(&reference, 130, 40, 1);
     let mut ran = Vec::new();
-    for kernel in [
-        KernelChoice::Reference,
-        KernelChoice::Portable,
-        KernelChoice::Avx2,
-        KernelChoice::Avx512,
-    ] {
-        let spec = Spec {
-            kernel,
-            ..reference.clone()
-        };
+    for kernel in
+        [KernelChoice::Reference, KernelChoice::Portable, KernelChoice::Avx2, KernelChoice::Avx512]
+    {
+        let spec = Spec { kernel, ..reference.clone() };
         let opened =
             kvpool::device::cpu::CpuDevice::open(&spec.plan(), &spec.config().device, None);
         if let Err(DeviceError::KernelUnsupported { kernel, needs }) = opened {
@@ -166,22 +132,11 @@ fn kernels_agree_with_the_reference() {
         }
         let first = run_alone_or_not(&spec, 130, 40, 1);
         for mode in MODES {
-            let got = run_alone_or_not(
-                &Spec {
-                    mode,
-                    ..spec.clone()
-                },
-                130,
-                40,
-                1,
-            );
+            let got = run_alone_or_not(&Spec { mode, ..spec.clone() }, 130, 40, 1);
             assert_same_rows(&first, &got, &format!("{kernel:?} {mode:?}"));
         }
         for (want, got) in want.iter().flatten().zip(first.iter().flatten()) {
-            assert!(
-                (want - got).abs() < 1e-4,
-                "{kernel:?}: {got}, reference {want}"
-            );
+            assert!((want - got).abs() < 1e-4, "{kernel:?}: {got}, reference {want}");
         }
         ran.push(kernel);
     }
@@ -191,12 +146,7 @@ fn kernels_agree_with_the_reference() {
 #[test]
 fn edge_46_one_token_beside_a_full_sequence_and_other_batches() {
     for mode in MODES {
-        let spec = Spec {
-            mode,
-            max_seq_len: 96,
-            max_batch_tokens: 97,
-            ..Spec::default()
-        };
+        let spec = Spec { mode, max_seq_len: 96, max_batch_tokens: 97, ..Spec::default() };
         let mut cache = spec.open();
         let (long, short) = (begin(&mut cache, 0), begin(&mut cache, 0));
         let long_tags = tags(1, 96);
@@ -229,16 +179,9 @@ fn edge_46_one_token_beside_a_full_sequence_and_other_batches() {
 
 #[test]
 fn edge_50_nan_in_the_unused_tail_of_int8_blocks() {
-    for scale in [
-        ScaleKind::PerTokenHead,
-        ScaleKind::PerGroup32,
-        ScaleKind::PerTensor,
-    ] {
+    for scale in [ScaleKind::PerTokenHead, ScaleKind::PerGroup32, ScaleKind::PerTensor] {
         for mode in MODES {
-            let spec = Spec {
-                mode,
-                ..spec(Format::Int8, scale)
-            };
+            let spec = Spec { mode, ..spec(Format::Int8, scale) };
             let mut cache = spec.open();
             cache.poison_unused(0xFF).expect("poison");
             let seq = begin(&mut cache, 0);
@@ -269,9 +212,7 @@ fn steps_refuse_wrong_calls() {
             "short k" => step.append(layer, TensorRef::F32(&[0.0; 15]), k),
             "long v" => step.append(layer, k, TensorRef::F32(&[0.0; 17])),
             "attend first" => step.attend(layer, q, TensorMut::F32(&mut out), none()),
-            "twice" => step
-                .append(layer, k, k)
-                .and_then(|()| step.append(layer, k, k)),
+            "twice" => step.append(layer, k, k).and_then(|()| step.append(layer, k, k)),
             "commit early" => step.append(layer, k, k).and_then(|()| step.commit()),
             _ => {
                 step.append(layer, k, k)?;
@@ -279,18 +220,12 @@ fn steps_refuse_wrong_calls() {
                     "short q" => step.attend(layer, k, TensorMut::F32(&mut out), none()),
                     "short out" => step.attend(layer, q, TensorMut::F32(&mut out[..31]), none()),
                     "short lse" => {
-                        let options = AttendOptions {
-                            lse: Some(&mut lse[..3]),
-                            ..none()
-                        };
+                        let options = AttendOptions { lse: Some(&mut lse[..3]), ..none() };
                         step.attend(layer, q, TensorMut::F32(&mut out), options)
                     }
                     scale => {
                         let softmax_scale = Some(scale.parse().expect("a number"));
-                        let options = AttendOptions {
-                            softmax_scale,
-                            lse: None,
-                        };
+                        let options = AttendOptions { softmax_scale, lse: None };
                         step.attend(layer, q, TensorMut::F32(&mut out), options)
                     }
                 }
@@ -303,10 +238,7 @@ fn steps_refuse_wrong_calls() {
         ("long v", "v has 17 elements, expected 16"),
         ("attend first", "layer 0 is attended before"),
         ("twice", "layer 0 was already appended"),
-        (
-            "commit early",
-            "1 layers were not appended in this step, the first is 1",
-        ),
+        ("commit early", "1 layers were not appended in this step, the first is 1"),
         ("short q", "q has 16 elements, expected 32"),
         ("short out", "out has 31 elements, expected 32"),
         ("short lse", "lse has 3 elements, expected 4"),
@@ -325,10 +257,7 @@ fn steps_refuse_wrong_calls() {
 fn tensors_of_other_types_give_the_same_answer() {
     use half::{bf16, f16};
     for format in [Format::F32, Format::F16, Format::Bf16, Format::Int8] {
-        let spec = Spec {
-            format,
-            ..Spec::default()
-        };
+        let spec = Spec { format, ..Spec::default() };
         let mut cache = spec.open();
         let seqs: Vec<SeqHandle> = (0..3).map(|_| begin(&mut cache, 0)).collect();
         let want = run_step(&mut cache, &[(seqs[0], 9)], &tags(1, 9)).expect("fits");
@@ -344,15 +273,13 @@ fn tensors_of_other_types_give_the_same_answer() {
                 let layer = LayerIdx(layer);
                 if narrow {
                     let (k, v, q) = (brain(&k), brain(&v), brain(&q));
-                    step.append(layer, (&k[..]).into(), (&v[..]).into())
-                        .expect("append");
+                    step.append(layer, (&k[..]).into(), (&v[..]).into()).expect("append");
                     let out = TensorMut::F16(&mut out);
                     step.attend(layer, (&q[..]).into(), out, AttendOptions::default())
                         .expect("attend");
                 } else {
                     let (k, v, q) = (half(&k), half(&v), half(&q));
-                    step.append(layer, (&k[..]).into(), (&v[..]).into())
-                        .expect("append");
+                    step.append(layer, (&k[..]).into(), (&v[..]).into()).expect("append");
                     let out = TensorMut::F16(&mut out);
                     step.attend(layer, (&q[..]).into(), out, AttendOptions::default())
                         .expect("attend");

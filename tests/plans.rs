@@ -28,10 +28,7 @@ fn config_plans() -> Vec<(String, Vec<(String, Plan)>)> {
                 .into_iter()
                 .map(|(name, config)| (name, Plan::new(&config, &source.geometry).unwrap()))
                 .collect();
-            (
-                path.file_stem().unwrap().to_string_lossy().into_owned(),
-                plans,
-            )
+            (path.file_stem().unwrap().to_string_lossy().into_owned(), plans)
         })
         .collect()
 }
@@ -88,19 +85,14 @@ fn well_known_sizes() {
 #[test]
 fn the_7b_example_is_exact_and_says_so() {
     let plans = config_plans();
-    let (_, variants) = plans
-        .iter()
-        .find(|(name, _)| name == "llama-2-7b-one-sequence")
-        .expect("the file");
+    let (_, variants) =
+        plans.iter().find(|(name, _)| name == "llama-2-7b-one-sequence").expect("the file");
     let plan = &variants[0].1;
     assert_eq!(plan.pool_bytes, Bytes(1_073_741_824));
     assert_eq!(plan.padding_bytes, Bytes::ZERO);
     let text = plan.explain();
     assert!(text.contains("1,073,741,824 B"), "{text}");
-    assert!(
-        text.contains("2 (K, V) × 32 layers × 32 KV heads × 128 × 2 B = 524,288 B"),
-        "{text}"
-    );
+    assert!(text.contains("2 (K, V) × 32 layers × 32 KV heads × 128 × 2 B = 524,288 B"), "{text}");
 }
 
 #[test]
@@ -111,12 +103,9 @@ fn presets_plan_to_the_formula() {
             * u64::from(geometry.num_layers)
             * u64::from(geometry.num_kv_heads)
             * u64::from(geometry.head_dim);
-        for (format, bytes) in [
-            (Format::F32, 4),
-            (Format::F16, 2),
-            (Format::Bf16, 2),
-            (Format::Int8, 1),
-        ] {
+        for (format, bytes) in
+            [(Format::F32, 4), (Format::F16, 2), (Format::Bf16, 2), (Format::Int8, 1)]
+        {
             for mode in [CacheMode::Contiguous, CacheMode::Paged] {
                 let spec = Spec {
                     mode,
@@ -130,12 +119,7 @@ fn presets_plan_to_the_formula() {
                     ..Spec::default()
                 };
                 let plan = spec.plan();
-                assert_eq!(
-                    plan.bytes_per_token.0,
-                    naive * bytes,
-                    "{} {format:?}",
-                    preset.name
-                );
+                assert_eq!(plan.bytes_per_token.0, naive * bytes, "{} {format:?}", preset.name);
             }
         }
     }

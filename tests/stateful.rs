@@ -61,22 +61,8 @@ struct World {
 
 impl World {
     fn new(spec: &Spec) -> Self {
-        let caches = MODES
-            .iter()
-            .map(|&mode| {
-                Spec {
-                    mode,
-                    ..spec.clone()
-                }
-                .open()
-            })
-            .collect();
-        Self {
-            caches,
-            seqs: Vec::new(),
-            released: Vec::new(),
-            next_tag: 1,
-        }
+        let caches = MODES.iter().map(|&mode| Spec { mode, ..spec.clone() }.open()).collect();
+        Self { caches, seqs: Vec::new(), released: Vec::new(), next_tag: 1 }
     }
 
     /// The same call on every cache; all succeed alike or are refused with the same error and no
@@ -96,10 +82,7 @@ impl World {
             results.push(result);
         }
         let failed = results.iter().filter(|result| result.is_err()).count();
-        assert!(
-            failed == 0 || failed == results.len(),
-            "the modes disagree on a refusal"
-        );
+        assert!(failed == 0 || failed == results.len(), "the modes disagree on a refusal");
         results.into_iter().collect()
     }
 
@@ -113,9 +96,7 @@ impl World {
             Op::Release(which) => self.release(*which),
             Op::Stale(which) => self.stale(*which),
             Op::Poison => {
-                let _ = self
-                    .all(|cache, _| cache.poison_unused(0xFF))
-                    .expect("poison");
+                let _ = self.all(|cache, _| cache.poison_unused(0xFF)).expect("poison");
             }
         }
         self.check_contents();
@@ -123,10 +104,7 @@ impl World {
 
     fn begin(&mut self) {
         match self.all(|cache, _| Ok(cache.begin(&[], Default::default())?.sequence)) {
-            Ok(handles) => self.seqs.push(Sequence {
-                tags: Vec::new(),
-                handles,
-            }),
+            Ok(handles) => self.seqs.push(Sequence { tags: Vec::new(), handles }),
             Err(CacheError::NoSeqSlot { .. } | CacheError::NotAdmitted { .. }) => {
                 assert_eq!(self.seqs.len(), self.caches[0].plan().seq_slots as usize);
             }
@@ -156,10 +134,7 @@ impl World {
         let tags: Vec<u64> = chosen.iter().flat_map(|(_, tags)| tags.clone()).collect();
         let seqs = self.seqs.clone();
         let rows = |at: usize| -> Vec<(SeqHandle, u32)> {
-            chosen
-                .iter()
-                .map(|(s, tags)| (seqs[*s].handles[at], tags.len() as u32))
-                .collect()
+            chosen.iter().map(|(s, tags)| (seqs[*s].handles[at], tags.len() as u32)).collect()
         };
         if !commit {
             let cancelled = self.all(|cache, at| {
@@ -172,11 +147,7 @@ impl World {
                     step.append(LayerIdx(layer), (&junk[..]).into(), (&junk[..]).into())?;
                 }
                 drop(step);
-                assert_eq!(
-                    cache.state_digest(),
-                    before,
-                    "a cancelled step left a trace"
-                );
+                assert_eq!(cache.state_digest(), before, "a cancelled step left a trace");
                 Ok(())
             });
             self.accept_limit(cancelled.map(|_| ()));
@@ -262,10 +233,7 @@ impl World {
         let at = which as usize % self.seqs.len();
         let source = self.seqs[at].clone();
         match self.all(|cache, c| cache.fork(source.handles[c])) {
-            Ok(handles) => self.seqs.push(Sequence {
-                tags: source.tags,
-                handles,
-            }),
+            Ok(handles) => self.seqs.push(Sequence { tags: source.tags, handles }),
             Err(CacheError::NoSeqSlot { .. } | CacheError::NotAdmitted { .. }) => {}
             Err(error) => panic!("fork: {error}"),
         }
@@ -277,9 +245,7 @@ impl World {
         }
         let at = which as usize % self.seqs.len();
         let gone = self.seqs.swap_remove(at);
-        let _ = self
-            .all(|cache, c| cache.release(gone.handles[c]))
-            .expect("release");
+        let _ = self.all(|cache, c| cache.release(gone.handles[c])).expect("release");
         self.released.push(gone.handles);
     }
 
@@ -293,10 +259,7 @@ impl World {
             1 => cache.truncate(handles[c], 0),
             _ => cache.reserve(&[(handles[c], 1)]).map(|_| ()),
         });
-        assert!(
-            matches!(result, Err(CacheError::StaleHandle { .. })),
-            "{result:?}"
-        );
+        assert!(matches!(result, Err(CacheError::StaleHandle { .. })), "{result:?}");
     }
 
     /// Everything that the model has and a window has not dropped reads back exactly.
@@ -308,11 +271,7 @@ impl World {
                 assert_eq!(len as usize, sequence.tags.len());
                 for layer in 0..geometry.num_layers {
                     let window = geometry.windows[layer as usize];
-                    let from = if window == 0 {
-                        0
-                    } else {
-                        (len + 1).saturating_sub(window)
-                    };
+                    let from = if window == 0 { 0 } else { (len + 1).saturating_sub(window) };
                     for (position, tag) in (0..len).zip(&sequence.tags) {
                         if position < from && position >= geometry.sink_tokens {
                             continue;
@@ -341,13 +300,7 @@ impl World {
 }
 
 fn full(format: Format) -> Spec {
-    Spec {
-        format,
-        max_seqs: 3,
-        max_seq_len: 40,
-        max_batch_tokens: 20,
-        ..Spec::default()
-    }
+    Spec { format, max_seqs: 3, max_seq_len: 40, max_batch_tokens: 20, ..Spec::default() }
 }
 
 fn windowed() -> Spec {
@@ -371,10 +324,7 @@ fn run(spec: &Spec, ops: &[Op]) {
     }
     for cache in &world.caches {
         let stats = cache.stats();
-        assert_eq!(
-            (stats.seqs, stats.used_bytes.0, stats.held_bytes.0),
-            (0, 0, 0)
-        );
+        assert_eq!((stats.seqs, stats.used_bytes.0, stats.held_bytes.0), (0, 0, 0));
         assert_eq!(stats.promised_bytes.0, 0);
     }
 }
@@ -410,30 +360,10 @@ proptest! {
 #[test]
 fn edge_04_a_million_operations_keep_the_sum() {
     let shapes = [
-        (
-            CacheMode::Paged,
-            vec![0],
-            Admission::MaxUtilization,
-            Capacity::Blocks(7),
-        ),
-        (
-            CacheMode::Paged,
-            vec![0, 9],
-            Admission::Guaranteed,
-            Capacity::Blocks(9),
-        ),
-        (
-            CacheMode::Hybrid,
-            vec![9, 0],
-            Admission::MaxUtilization,
-            Capacity::Blocks(6),
-        ),
-        (
-            CacheMode::Contiguous,
-            vec![0],
-            Admission::Guaranteed,
-            Capacity::WorstCase,
-        ),
+        (CacheMode::Paged, vec![0], Admission::MaxUtilization, Capacity::Blocks(7)),
+        (CacheMode::Paged, vec![0, 9], Admission::Guaranteed, Capacity::Blocks(9)),
+        (CacheMode::Hybrid, vec![9, 0], Admission::MaxUtilization, Capacity::Blocks(6)),
+        (CacheMode::Contiguous, vec![0], Admission::Guaranteed, Capacity::WorstCase),
     ];
     let (mut done, mut refused) = (0_u64, 0_u64);
     for (seed, (mode, windows, admission, capacity)) in shapes.into_iter().enumerate() {
@@ -461,10 +391,7 @@ fn edge_04_a_million_operations_keep_the_sum() {
             assert_eq!(cache.stats().seqs as usize, alive.len());
         }
     }
-    assert!(
-        done > 400_000 && refused > 100_000,
-        "{done} done, {refused} refused"
-    );
+    assert!(done > 400_000 && refused > 100_000, "{done} done, {refused} refused");
 }
 
 /// One random verb, valid or not.
@@ -510,9 +437,7 @@ fn random_operation(
             alive.push(cache.fork(alive[at])?);
             Ok(())
         }
-        8 => cache
-            .reserve(&[(alive[at], rng.below(9) as u32)])
-            .map(|step| step.cancel()),
+        8 => cache.reserve(&[(alive[at], rng.below(9) as u32)]).map(|step| step.cancel()),
         _ => {
             let mut batch: Vec<(SeqHandle, u32)> = Vec::new();
             for handle in alive.iter() {

@@ -4,9 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the bottom to the top: a folder may use those before it.
-const LAYERS: [&str; 9] = [
-    "units", "error", "config", "plan", "device", "pool", "cache", "job", "cli",
-];
+const LAYERS: [&str; 9] =
+    ["units", "error", "config", "plan", "device", "pool", "cache", "job", "cli"];
 
 /// Every Rust file under a folder.
 fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {
@@ -30,15 +29,9 @@ fn sources() -> Vec<(String, String)> {
         .iter()
         .map(|path| {
             let text = fs::read_to_string(path).expect("a file");
-            let code: Vec<&str> = text
-                .lines()
-                .map(|line| line.split("//").next().unwrap_or_default())
-                .collect();
-            let name = path
-                .strip_prefix(&src)
-                .expect("below src")
-                .display()
-                .to_string();
+            let code: Vec<&str> =
+                text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+            let name = path.strip_prefix(&src).expect("below src").display().to_string();
             (name.replace('\\', "/"), code.join("\n"))
         })
         .collect()
@@ -56,22 +49,13 @@ fn imports_go_one_way() {
             if code.contains(&format!("crate::{other}::"))
                 || code.contains(&format!("crate::{other};"))
             {
-                assert!(
-                    other_rank <= rank,
-                    "{name} uses crate::{other}, which lies above it"
-                );
+                assert!(other_rank <= rank, "{name} uses crate::{other}, which lies above it");
                 edges += usize::from(other_rank < rank);
             }
         }
-        assert!(
-            !code.contains("use crate::{"),
-            "{name}: name the folder in each `use crate::`"
-        );
+        assert!(!code.contains("use crate::{"), "{name}: name the folder in each `use crate::`");
     }
-    assert!(
-        edges > 20,
-        "only {edges} uses found: does the test still see them?"
-    );
+    assert!(edges > 20, "only {edges} uses found: does the test still see them?");
 }
 
 #[test]
@@ -80,16 +64,10 @@ fn unsafe_stands_in_device_only() {
     for (name, code) in sources() {
         let uses =
             code.contains("unsafe {") || code.contains("unsafe fn") || code.contains("unsafe impl");
-        assert!(
-            !uses || name.starts_with("device/") || name.starts_with("capi/"),
-            "{name}"
-        );
+        assert!(!uses || name.starts_with("device/") || name.starts_with("capi/"), "{name}");
         seen += usize::from(uses);
     }
-    assert!(
-        seen > 0,
-        "the CPU device has some: does the test still see it?"
-    );
+    assert!(seen > 0, "the CPU device has some: does the test still see it?");
 }
 
 #[test]

@@ -50,9 +50,7 @@ impl Cache {
     /// Nothing changes then.
     pub fn begin(&mut self, prompt: &[u32], options: BeginOptions) -> Result<Begun, CacheError> {
         let limit = self.admit(prompt.len() as u64, &options)?;
-        let no_slot = CacheError::NoSeqSlot {
-            seq_slots: self.plan.seq_slots,
-        };
+        let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
         let sequence = self.seqs.take(options.key, limit).ok_or(no_slot)?;
         if self.guaranteed() {
             for group in 0..self.plan.groups.len() {
@@ -65,10 +63,7 @@ impl Cache {
         }
         self.counters.seqs_begun += 1;
         self.note_peaks();
-        Ok(Begun {
-            sequence,
-            cached_len: 0,
-        })
+        Ok(Begun { sequence, cached_len: 0 })
     }
 
     /// Checks everything about a new sequence and gives the most tokens that it may have.
@@ -84,16 +79,9 @@ impl Cache {
             });
         }
         if prompt_len > u64::from(max_len) {
-            let knob = if options.max_len.is_some() {
-                "max_len of begin"
-            } else {
-                "limits.max_seq_len"
-            };
-            return Err(CacheError::SequenceTooLong {
-                wanted: prompt_len,
-                limit: max_len,
-                knob,
-            });
+            let knob =
+                if options.max_len.is_some() { "max_len of begin" } else { "limits.max_seq_len" };
+            return Err(CacheError::SequenceTooLong { wanted: prompt_len, limit: max_len, knob });
         }
         if let Some(key) = options.key.filter(|key| self.seqs.has_key(*key)) {
             return Err(CacheError::DuplicateKey { key });
@@ -111,9 +99,7 @@ impl Cache {
             (whole, now)
         })?;
         if self.seqs.free.is_empty() {
-            return Err(CacheError::NoSeqSlot {
-                seq_slots: self.plan.seq_slots,
-            });
+            return Err(CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots });
         }
         Ok(limit)
     }
@@ -126,9 +112,7 @@ impl Cache {
             (now, now)
         })?;
         if self.seqs.free.is_empty() {
-            return Err(CacheError::NoSeqSlot {
-                seq_slots: self.plan.seq_slots,
-            });
+            return Err(CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots });
         }
         Ok(())
     }

@@ -34,15 +34,9 @@ impl Cache {
                     format!("group {group}: the block counts {counts:?} do not add up")
                 })?;
             }
-            let live: u64 = self
-                .live_slots()
-                .map(|slot| self.live_in(group, slot))
-                .sum();
+            let live: u64 = self.live_slots().map(|slot| self.live_in(group, slot)).sum();
             require(live == self.live_tokens[group], || {
-                format!(
-                    "group {group}: {live} live tokens, {} counted",
-                    self.live_tokens[group]
-                )
+                format!("group {group}: {live} live tokens, {} counted", self.live_tokens[group])
             })?;
         }
         Ok(())
@@ -67,15 +61,12 @@ impl Cache {
                     record.alive, free[slot as usize]
                 )
             })?;
-            require(
-                record.len <= record.high_water && record.high_water <= record.limit,
-                || {
-                    format!(
-                        "slot {slot}: len {}, high water {}, limit {}",
-                        record.len, record.high_water, record.limit
-                    )
-                },
-            )?;
+            require(record.len <= record.high_water && record.high_water <= record.limit, || {
+                format!(
+                    "slot {slot}: len {}, high water {}, limit {}",
+                    record.len, record.high_water, record.limit
+                )
+            })?;
         }
         Ok(())
     }
@@ -106,23 +97,14 @@ impl Cache {
                 }
             }
             require(held == state.held, || {
-                format!(
-                    "group {group}: slot {slot} holds {held} blocks, {} counted",
-                    state.held
-                )
+                format!("group {group}: slot {slot} holds {held} blocks, {} counted", state.held)
             })?;
             let len = self.seqs.record(slot).len;
             let step = self.batch.seqs.iter().zip(&self.batch.seq_lens);
-            let len = step
-                .filter(|(seq, _)| seq.slot == slot)
-                .map(|(_, len)| *len)
-                .next()
-                .unwrap_or(len);
+            let len =
+                step.filter(|(seq, _)| seq.slot == slot).map(|(_, len)| *len).next().unwrap_or(len);
             require(state.next == len.div_ceil(per_block), || {
-                format!(
-                    "group {group}: slot {slot} has {len} tokens in {} blocks",
-                    state.next
-                )
+                format!("group {group}: slot {slot} has {len} tokens in {} blocks", state.next)
             })?;
             require(state.quota == 0 || state.held <= state.quota, || {
                 format!("group {group}: slot {slot} holds more than it was promised: {state:?}")
@@ -170,24 +152,15 @@ impl Cache {
             digest.push(u64::from(*slot));
         }
         for (group, table) in self.tables.iter().enumerate() {
-            table
-                .iter()
-                .for_each(|entry| digest.push(u64::from(*entry)));
+            table.iter().for_each(|entry| digest.push(u64::from(*entry)));
             digest.push(self.live_tokens[group]);
             let Some(store) = self.pool.store(group) else {
                 continue;
             };
-            store
-                .free_list()
-                .chain(store.cached_list())
-                .for_each(|b| digest.push(u64::from(b.0)));
+            store.free_list().chain(store.cached_list()).for_each(|b| digest.push(u64::from(b.0)));
             digest.push(u64::from(store.counts().promised));
             for block in 0..store.total() {
-                digest.push(
-                    store
-                        .get(BlockId(block))
-                        .map_or(0, |(_, refs, _)| u64::from(refs)),
-                );
+                digest.push(store.get(BlockId(block)).map_or(0, |(_, refs, _)| u64::from(refs)));
             }
         }
         digest.push(self.counters.tokens_appended);
@@ -219,33 +192,17 @@ impl Cache {
         let place = place.ok_or(CacheError::NoSuchLayer { layer, num_layers })?;
         let group = place.group.index();
         let len = self.seqs.record(slot).len;
-        let kept_from = self
-            .plan
-            .keep_from(place.group, self.seqs.record(slot).high_water);
+        let kept_from = self.plan.keep_from(place.group, self.seqs.record(slot).high_water);
         let sinks = self.plan.groups[group].layout.sink_tokens;
         let held = |position: u32| position < len && (position >= kept_from || position < sinks);
         if from > to || !(from..to).all(held) {
-            return Err(CacheError::NotHeld {
-                layer,
-                from,
-                to,
-                kept_from,
-                len,
-            });
+            return Err(CacheError::NotHeld { layer, from, to, kept_from, len });
         }
-        let (heads, dim) = (
-            self.plan.geometry.num_kv_heads,
-            self.plan.geometry.head_dim as usize,
-        );
+        let (heads, dim) = (self.plan.geometry.num_kv_heads, self.plan.geometry.head_dim as usize);
         let expected = (to - from) as usize * heads as usize * dim;
         if out.len() != expected {
             let shape = "[to - from, num_kv_heads, head_dim]";
-            return Err(CacheError::WrongShape {
-                what: "out",
-                got: out.len(),
-                expected,
-                shape,
-            });
+            return Err(CacheError::WrongShape { what: "out", got: out.len(), expected, shape });
         }
         let static_scale = match kv {
             Kv::K => self.plan.scales_of(layer).k,
@@ -268,18 +225,11 @@ impl Cache {
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
         let start = slot as usize * row;
         let table = &self.tables[group][start..start + row];
-        SeqView {
-            layout: &self.plan.groups[group].layout,
-            table,
-            slot,
-        }
+        SeqView { layout: &self.plan.groups[group].layout, table, slot }
     }
 
     /// Reads and widens one stored vector.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the five coordinates of a vector"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "the five coordinates of a vector")]
     fn read_row(
         &self,
         group: usize,
@@ -294,9 +244,7 @@ impl Cache {
         let layout = &self.plan.groups[group].layout;
         let mut bytes = [0_u8; MAX_HEAD_DIM * 4];
         let bytes = &mut bytes[..out.len() * layout.element_bytes as usize];
-        self.pool
-            .device
-            .read(layout.row(unit, layer, kv, head, token), bytes)?;
+        self.pool.device.read(layout.row(unit, layer, kv, head, token), bytes)?;
         match layout.format.element {
             Format::F32 => {
                 for (out, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
@@ -316,9 +264,7 @@ impl Cache {
             Format::Int8 => {
                 let mut stored = [0_u8; MAX_HEAD_DIM / 32 * 2];
                 let stored = &mut stored[..(layout.scales_per_row * SCALE_BYTES) as usize];
-                self.pool
-                    .device
-                    .read(layout.scales(unit, layer, kv, head, token), stored)?;
+                self.pool.device.read(layout.scales(unit, layer, kv, head, token), stored)?;
                 let mut scales = [E8M8(0); MAX_HEAD_DIM / 32];
                 for (scale, b) in scales.iter_mut().zip(stored.as_chunks::<2>().0) {
                     *scale = E8M8(u16::from_le_bytes(*b));
@@ -416,11 +362,7 @@ impl Cache {
 
 /// Turns a false condition into an error.
 fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), InvariantError> {
-    if holds {
-        Ok(())
-    } else {
-        Err(InvariantError(what()))
-    }
+    if holds { Ok(()) } else { Err(InvariantError(what())) }
 }
 
 /// FNV-1a over 64-bit words, each mixed first.
@@ -433,8 +375,6 @@ impl Digest {
 
     const fn push(&mut self, word: u64) {
         let mixed = (word ^ (word >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        self.0 = (self.0 ^ mixed)
-            .wrapping_mul(0x0100_0000_01B3)
-            .rotate_left(23);
+        self.0 = (self.0 ^ mixed).wrapping_mul(0x0100_0000_01B3).rotate_left(23);
     }
 }

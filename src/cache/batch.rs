@@ -52,11 +52,7 @@ impl Batch {
         Self {
             seqs: Vec::with_capacity(seqs),
             positions: Vec::with_capacity(tokens),
-            token_slots: plan
-                .groups
-                .iter()
-                .map(|_| Vec::with_capacity(tokens))
-                .collect(),
+            token_slots: plan.groups.iter().map(|_| Vec::with_capacity(tokens)).collect(),
             seq_lens: Vec::with_capacity(seqs),
             appended: vec![false; plan.layers.len()],
             kv_indptr: Vec::with_capacity(seqs + 1),
@@ -117,11 +113,7 @@ impl Cache {
                 } else {
                     "limits.max_seq_len"
                 };
-                return Err(CacheError::SequenceTooLong {
-                    wanted: len,
-                    limit: record.limit,
-                    knob,
-                });
+                return Err(CacheError::SequenceTooLong { wanted: len, limit: record.limit, knob });
             }
             total += u64::from(tokens);
         }
@@ -170,11 +162,7 @@ impl Cache {
             let row = self.plan.groups[group].max_blocks_per_seq as usize;
             let start = slot as usize * row;
             let table = &self.tables[group][start..start + row];
-            let view = SeqView {
-                layout,
-                table,
-                slot,
-            };
+            let view = SeqView { layout, table, slot };
             let mut position = first_position;
             while position < end {
                 let run = view.run(position, end);
@@ -185,12 +173,7 @@ impl Cache {
         }
         let row_start = u32::try_from(self.batch.positions.len()).unwrap_or(u32::MAX);
         self.batch.positions.extend(first_position..end);
-        self.batch.seqs.push(BatchSeq {
-            slot,
-            row_start,
-            rows: tokens,
-            first_position,
-        });
+        self.batch.seqs.push(BatchSeq { slot, row_start, rows: tokens, first_position });
         self.batch.seq_lens.push(end);
     }
 
@@ -210,11 +193,7 @@ impl Cache {
     /// Undoes `open_step`: blocks go back in the reverse order, so the free lists are as before.
     pub(super) fn undo_step(&mut self) {
         for at in (0..self.batch.seqs.len()).rev() {
-            let BatchSeq {
-                slot,
-                first_position,
-                ..
-            } = self.batch.seqs[at];
+            let BatchSeq { slot, first_position, .. } = self.batch.seqs[at];
             for group in 0..self.plan.groups.len() {
                 if self.pool.store(group).is_some() {
                     let per_block = self.plan.groups[group].layout.unit_tokens;
@@ -230,12 +209,7 @@ impl Cache {
     pub(super) fn commit_step(&mut self) -> Result<(), CacheError> {
         let missing = self.batch.appended.iter().filter(|done| !**done).count();
         if missing > 0 && !self.batch.seqs.is_empty() {
-            let first = self
-                .batch
-                .appended
-                .iter()
-                .position(|done| !done)
-                .unwrap_or(0);
+            let first = self.batch.appended.iter().position(|done| !done).unwrap_or(0);
             return Err(CacheError::StepIncomplete {
                 missing: u32::try_from(missing).unwrap_or(u32::MAX),
                 first: LayerIdx(u32::try_from(first).unwrap_or(u32::MAX)),
@@ -287,14 +261,8 @@ impl Cache {
         let layers = &self.plan.groups[group.index()];
         let row = layers.max_blocks_per_seq as usize;
         let per_block = layers.layout.unit_tokens;
-        let Batch {
-            seqs,
-            seq_lens,
-            kv_indptr,
-            kv_indices,
-            kv_last_block_len,
-            ..
-        } = &mut self.batch;
+        let Batch { seqs, seq_lens, kv_indptr, kv_indices, kv_last_block_len, .. } =
+            &mut self.batch;
         kv_indptr.clear();
         kv_indices.clear();
         kv_last_block_len.clear();
@@ -307,10 +275,6 @@ impl Cache {
             kv_indptr.push(u32::try_from(kv_indices.len()).unwrap_or(u32::MAX));
             kv_last_block_len.push((*len - 1) % per_block + 1);
         }
-        Ok(Csr {
-            kv_indptr,
-            kv_indices,
-            kv_last_block_len,
-        })
+        Ok(Csr { kv_indptr, kv_indices, kv_last_block_len })
     }
 }

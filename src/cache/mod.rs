@@ -98,11 +98,7 @@ impl Cache {
         let table = |row: u32| vec![NO_BLOCK; plan.seq_slots as usize * row as usize];
         Ok(Self {
             seqs: SeqTable::new(plan.seq_slots, plan.groups.len(), cache_id),
-            tables: plan
-                .groups
-                .iter()
-                .map(|group| table(group.max_blocks_per_seq))
-                .collect(),
+            tables: plan.groups.iter().map(|group| table(group.max_blocks_per_seq)).collect(),
             live_tokens: vec![0; plan.groups.len()],
             batch: Batch::new(&plan),
             pool: Pool::new(&plan, device),
@@ -181,10 +177,7 @@ impl Cache {
         let slot = self.seqs.check(sequence)?;
         let record = *self.seqs.record(slot);
         if len > record.len {
-            return Err(CacheError::TruncateBeyondEnd {
-                wanted: len,
-                len: record.len,
-            });
+            return Err(CacheError::TruncateBeyondEnd { wanted: len, len: record.len });
         }
         if len > 0 {
             self.check_rewind(len, record.high_water)?;
@@ -212,12 +205,7 @@ impl Cache {
             let kept_from = self.plan.keep_from(GroupIdx(g), high_water);
             if (len + 1).saturating_sub(window) < kept_from {
                 let shortest = kept_from + window - 1;
-                return Err(CacheError::WindowGone {
-                    wanted: len,
-                    window,
-                    kept_from,
-                    shortest,
-                });
+                return Err(CacheError::WindowGone { wanted: len, window, kept_from, shortest });
             }
         }
         Ok(())
@@ -232,9 +220,7 @@ impl Cache {
         let source = self.seqs.check(sequence)?;
         let record = *self.seqs.record(source);
         self.check_room_for_fork(source)?;
-        let no_slot = CacheError::NoSeqSlot {
-            seq_slots: self.plan.seq_slots,
-        };
+        let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
         let copy = self.seqs.take(None, record.limit).ok_or(no_slot)?;
         self.seqs.record_mut(copy.slot).len = record.len;
         self.seqs.record_mut(copy.slot).high_water = record.high_water;
@@ -265,11 +251,7 @@ impl Cache {
         };
         let state = *self.seqs.state(source, group);
         store.promise(state.quota, 0);
-        *self.seqs.state_mut(target, group) = GroupState {
-            held: 0,
-            next: 0,
-            ..state
-        };
+        *self.seqs.state_mut(target, group) = GroupState { held: 0, next: 0, ..state };
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
         for at in 0..state.next {
             self.seqs.state_mut(target, group).next = at + 1;
@@ -278,13 +260,9 @@ impl Cache {
                 continue;
             }
             // `check_room_for_fork` counted the blocks.
-            let to = self
-                .take_block(group, target, at)
-                .ok_or(self.exhausted(group, state.held))?;
+            let to = self.take_block(group, target, at).ok_or(self.exhausted(group, state.held))?;
             let layout = &self.plan.groups[group].layout;
-            self.pool
-                .device
-                .copy(layout.unit(from), layout.unit(to.0), unit_bytes)?;
+            self.pool.device.copy(layout.unit(from), layout.unit(to.0), unit_bytes)?;
             self.counters.copied_bytes.0 += unit_bytes;
         }
         Ok(())
@@ -292,10 +270,7 @@ impl Cache {
 
     /// Takes a block into a row; out of the sequence's promise where it has one.
     fn take_block(&mut self, group: usize, slot: u32, at: u32) -> Option<BlockId> {
-        let store = self
-            .pool
-            .store_mut(group)
-            .filter(|store| store.available() > 0)?;
+        let store = self.pool.store_mut(group).filter(|store| store.available() > 0)?;
         let state = self.seqs.state_mut(slot, group);
         let promised = state.promised();
         state.held += 1;
@@ -335,10 +310,7 @@ impl Cache {
     pub fn group_stats(&self, group: GroupIdx) -> Option<GroupStats> {
         let live_tokens = *self.live_tokens.get(group.index())?;
         let blocks = self.pool.store(group.index()).map(BlockStore::counts);
-        Some(GroupStats {
-            blocks: blocks.unwrap_or_default(),
-            live_tokens,
-        })
+        Some(GroupStats { blocks: blocks.unwrap_or_default(), live_tokens })
     }
 
     /// A group's block table, row by sequence slot, and the entries of a row. Entries that name
@@ -391,9 +363,7 @@ impl Cache {
                 layer: layers.layers[0],
                 from: position,
                 to: position + 1,
-                kept_from: self
-                    .plan
-                    .keep_from(group, self.seqs.record(slot).high_water),
+                kept_from: self.plan.keep_from(group, self.seqs.record(slot).high_water),
                 len: self.seqs.record(slot).len,
             }),
         }
@@ -447,11 +417,7 @@ impl Cache {
     }
 
     fn no_such_group(&self, group: GroupIdx, kind: &'static str) -> CacheError {
-        CacheError::NoSuchGroup {
-            group,
-            num_groups: group_idx(self.plan.groups.len()).0,
-            kind,
-        }
+        CacheError::NoSuchGroup { group, num_groups: group_idx(self.plan.groups.len()).0, kind }
     }
 
     /// Tokens of a sequence of this length that some query may still see.
@@ -512,11 +478,7 @@ impl Cache {
 
     fn used_bytes(&self) -> Bytes {
         let groups = self.live_tokens.iter().zip(&self.plan.groups);
-        Bytes(
-            groups
-                .map(|(tokens, group)| tokens * group.bytes_per_token.get())
-                .sum(),
-        )
+        Bytes(groups.map(|(tokens, group)| tokens * group.bytes_per_token.get()).sum())
     }
 
     fn note_peaks(&mut self) {

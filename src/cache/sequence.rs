@@ -23,11 +23,7 @@ impl SeqHandle {
     /// handles as plain numbers.
     #[must_use]
     pub const fn from_parts(cache_id: u32, slot: u32, generation: u64) -> Self {
-        Self {
-            cache_id,
-            slot,
-            generation,
-        }
+        Self { cache_id, slot, generation }
     }
 
     /// The parts: the cache's id, the slot, the generation.
@@ -114,10 +110,7 @@ impl SeqTable {
             Some(record) if record.alive && record.generation == handle.generation => {
                 Ok(handle.slot)
             }
-            _ => Err(CacheError::StaleHandle {
-                slot: handle.slot,
-                generation: handle.generation,
-            }),
+            _ => Err(CacheError::StaleHandle { slot: handle.slot, generation: handle.generation }),
         }
     }
 
@@ -127,9 +120,7 @@ impl SeqTable {
     }
 
     pub(super) fn has_key(&self, key: u64) -> bool {
-        self.records
-            .iter()
-            .any(|record| record.alive && record.key == Some(key))
+        self.records.iter().any(|record| record.alive && record.key == Some(key))
     }
 
     pub(super) fn record(&self, slot: u32) -> &SeqRecord {
@@ -154,27 +145,14 @@ impl SeqTable {
         let slot = self.free.pop()?;
         let record = self.record_mut(slot);
         let generation = record.generation + 1;
-        *record = SeqRecord {
-            generation,
-            key,
-            alive: true,
-            limit,
-            ..SeqRecord::default()
-        };
-        Some(SeqHandle {
-            cache_id: self.cache_id,
-            slot,
-            generation,
-        })
+        *record = SeqRecord { generation, key, alive: true, limit, ..SeqRecord::default() };
+        Some(SeqHandle { cache_id: self.cache_id, slot, generation })
     }
 
     /// Gives a slot back; its handles are stale from here on.
     pub(super) fn give_back(&mut self, slot: u32) {
         let record = self.record_mut(slot);
-        *record = SeqRecord {
-            generation: record.generation,
-            ..SeqRecord::default()
-        };
+        *record = SeqRecord { generation: record.generation, ..SeqRecord::default() };
         for group in 0..self.num_groups {
             *self.state_mut(slot, group) = GroupState::default();
         }

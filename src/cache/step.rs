@@ -39,10 +39,7 @@ impl Cache {
     /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
     pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
         self.open_step(wanted)?;
-        Ok(Step {
-            cache: self,
-            open: true,
-        })
+        Ok(Step { cache: self, open: true })
     }
 }
 
@@ -116,23 +113,9 @@ impl Step<'_> {
         let row = geometry.num_kv_heads as usize * geometry.head_dim as usize;
         let expected = self.num_tokens() * row;
         let shape = "[num_tokens, num_kv_heads, head_dim]";
-        for (what, got) in [("k", k.len()), ("v", v.len())] {
-            if got != expected {
-                return Err(CacheError::WrongShape {
-                    what,
-                    got,
-                    expected,
-                    shape,
-                });
-            }
-        }
-        let Cache {
-            plan,
-            pool,
-            batch,
-            counters,
-            ..
-        } = &mut *self.cache;
+        expect_len("k", k.len(), expected, shape)?;
+        expect_len("v", v.len(), expected, shape)?;
+        let Cache { plan, pool, batch, counters, .. } = &mut *self.cache;
         let counts = pool.device.append(&AppendArgs {
             layout: &plan.groups[place.group.index()].layout,
             layer: place.index,
@@ -179,42 +162,21 @@ impl Step<'_> {
             return Err(CacheError::AttendBeforeAppend { layer });
         }
         let geometry = &self.cache.plan.geometry;
-        let softmax_scale = options
-            .softmax_scale
-            .unwrap_or_else(|| 1.0 / f32_of(geometry.head_dim).sqrt());
+        let softmax_scale =
+            options.softmax_scale.unwrap_or_else(|| 1.0 / f32_of(geometry.head_dim).sqrt());
         if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
             return Err(CacheError::BadSoftmaxScale);
         }
         let heads = self.num_tokens() * geometry.num_q_heads as usize;
         let expected = heads * geometry.head_dim as usize;
         let shape = "[num_tokens, num_q_heads, head_dim]";
-        for (what, got) in [("q", q.len()), ("out", out.len())] {
-            if got != expected {
-                return Err(CacheError::WrongShape {
-                    what,
-                    got,
-                    expected,
-                    shape,
-                });
-            }
-        }
-        if let Some(lse) = options.lse.as_ref().filter(|lse| lse.len() != heads) {
-            let shape = "[num_tokens, num_q_heads]";
-            return Err(CacheError::WrongShape {
-                what: "lse",
-                got: lse.len(),
-                expected: heads,
-                shape,
-            });
+        expect_len("q", q.len(), expected, shape)?;
+        expect_len("out", out.len(), expected, shape)?;
+        if let Some(lse) = &options.lse {
+            expect_len("lse", lse.len(), heads, "[num_tokens, num_q_heads]")?;
         }
         let num_q_heads = geometry.num_q_heads;
-        let Cache {
-            plan,
-            pool,
-            batch,
-            tables,
-            ..
-        } = &mut *self.cache;
+        let Cache { plan, pool, batch, tables, .. } = &mut *self.cache;
         let group = &plan.groups[place.group.index()];
         pool.device.attend(&mut AttendArgs {
             layout: &group.layout,
@@ -252,13 +214,10 @@ impl Step<'_> {
 
     fn place(&self, layer: LayerIdx) -> Result<crate::plan::LayerPlace, CacheError> {
         let layers = &self.cache.plan.layers;
-        layers
-            .get(layer.index())
-            .copied()
-            .ok_or(CacheError::NoSuchLayer {
-                layer,
-                num_layers: self.cache.plan.geometry.num_layers,
-            })
+        layers.get(layer.index()).copied().ok_or(CacheError::NoSuchLayer {
+            layer,
+            num_layers: self.cache.plan.geometry.num_layers,
+        })
     }
 }
 
@@ -268,6 +227,19 @@ impl Drop for Step<'_> {
             self.cache.undo_step();
         }
     }
+}
+
+/// Refuses a buffer of the wrong length.
+fn expect_len(
+    what: &'static str,
+    got: usize,
+    expected: usize,
+    shape: &'static str,
+) -> Result<(), CacheError> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(CacheError::WrongShape { what, got, expected, shape })
 }
 
 /// The number as f32; `head_dim` is far below 2²⁴.

@@ -40,9 +40,8 @@ impl FromStr for Capacity {
             "tokens" => count(text, amount).map(Self::Tokens),
             "blocks" => count(text, amount).map(Self::Blocks),
             "budget" => {
-                let bytes: Bytes = amount
-                    .parse()
-                    .map_err(|error| format!("found {text:?}: {error}"))?;
+                let bytes: Bytes =
+                    amount.parse().map_err(|error| format!("found {text:?}: {error}"))?;
                 if bytes == Bytes::ZERO {
                     return Err(format!("{text:?} holds nothing"));
                 }
@@ -93,11 +92,7 @@ mod tests {
             ("tokens:200000", Capacity::Tokens(200_000), "tokens:200000"),
             ("tokens:200_000", Capacity::Tokens(200_000), "tokens:200000"),
             ("blocks:8192", Capacity::Blocks(8192), "blocks:8192"),
-            (
-                "budget:24 GiB",
-                Capacity::Budget(Bytes(24 << 30)),
-                "budget:25769803776",
-            ),
+            ("budget:24 GiB", Capacity::Budget(Bytes(24 << 30)), "budget:25769803776"),
             ("budget:123", Capacity::Budget(Bytes(123)), "budget:123"),
         ] {
             assert_eq!(text.parse(), Ok(capacity), "{text}");

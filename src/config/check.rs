@@ -53,11 +53,7 @@ fn in_range(key: &str, number: u32, range: RangeInclusive<u32>) -> Result<(), Co
 fn check_limits(limits: &LimitsConfig) -> Result<(), Complaint> {
     in_range("limits.max_seqs", limits.max_seqs, 1..=MAX_SEQS)?;
     in_range("limits.max_seq_len", limits.max_seq_len, 1..=MAX_TOKENS)?;
-    in_range(
-        "limits.max_batch_tokens",
-        limits.max_batch_tokens,
-        1..=MAX_TOKENS,
-    )?;
+    in_range("limits.max_batch_tokens", limits.max_batch_tokens, 1..=MAX_TOKENS)?;
     if let Some(step) = limits.max_step_tokens
         && !(1..=limits.max_batch_tokens).contains(&step)
     {
@@ -79,10 +75,7 @@ fn check_limits(limits: &LimitsConfig) -> Result<(), Complaint> {
 
 fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint> {
     if !TOKENS_PER_BLOCK.contains(&cache.tokens_per_block) {
-        let problem = format!(
-            "{} is not a size that blocks can have",
-            cache.tokens_per_block
-        );
+        let problem = format!("{} is not a size that blocks can have", cache.tokens_per_block);
         return Err(Complaint::new("cache.tokens_per_block", problem));
     }
     match (&cache.int8, cache.format) {
@@ -102,10 +95,7 @@ fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint
     if cache.hybrid.is_some() {
         return Err(Complaint::with_help(
             "cache.hybrid",
-            format!(
-                "names contiguous layers, and cache.mode = \"{}\"",
-                cache.mode
-            ),
+            format!("names contiguous layers, and cache.mode = \"{}\"", cache.mode),
             "remove [cache.hybrid], or write cache.mode = \"hybrid\"",
         ));
     }
@@ -116,17 +106,13 @@ fn check_scales(int8: &Int8Config, geometry: &Geometry) -> Result<(), Complaint>
     if int8.scale == ScaleKind::PerGroup32 && !geometry.head_dim.is_multiple_of(32) {
         return Err(Complaint::with_help(
             "cache.int8.scale",
-            format!(
-                "groups of 32 do not divide the model's head_dim of {}",
-                geometry.head_dim
-            ),
+            format!("groups of 32 do not divide the model's head_dim of {}", geometry.head_dim),
             "write \"per-token-head\" or \"per-tensor\"",
         ));
     }
-    for (key, scale) in [
-        ("cache.int8.k_scale", &int8.k_scale),
-        ("cache.int8.v_scale", &int8.v_scale),
-    ] {
+    for (key, scale) in
+        [("cache.int8.k_scale", &int8.k_scale), ("cache.int8.v_scale", &int8.v_scale)]
+    {
         match (scale, int8.scale) {
             (Some(scale), ScaleKind::PerTensor) => check_static_scale(key, scale, geometry)?,
             (None, ScaleKind::PerTensor) => {
@@ -170,11 +156,8 @@ fn check_static_scale(
             .enumerate()
             .try_for_each(|(layer, scale)| usable(&format!("{key}.{layer}"), *scale)),
         StaticScale::PerLayer(scales) => {
-            let problem = format!(
-                "has {} entries for {} layers",
-                scales.len(),
-                geometry.windows.len()
-            );
+            let problem =
+                format!("has {} entries for {} layers", scales.len(), geometry.windows.len());
             Err(Complaint::new(key, problem))
         }
     }
@@ -196,10 +179,7 @@ fn check_hybrid(hybrid: &HybridConfig, geometry: &Geometry) -> Result<(), Compla
     if !set.contains(&false) {
         return Err(Complaint::with_help(
             KEY,
-            format!(
-                "{shown} names all {} layers, so none would be paged",
-                set.len()
-            ),
+            format!("{shown} names all {} layers, so none would be paged", set.len()),
             "name fewer layers, or write cache.mode = \"contiguous\"",
         ));
     }
@@ -218,9 +198,7 @@ fn describe(layers: &ContiguousLayers) -> String {
 fn named_layers(layers: &ContiguousLayers, geometry: &Geometry) -> Result<Vec<bool>, String> {
     let num_layers = geometry.windows.len();
     let between = |from: usize, to: usize| -> Vec<bool> {
-        (0..num_layers)
-            .map(|layer| (from..to).contains(&layer))
-            .collect()
+        (0..num_layers).map(|layer| (from..to).contains(&layer)).collect()
     };
     let name = match layers {
         ContiguousLayers::List(list) => return listed_layers(list, num_layers),
@@ -229,28 +207,20 @@ fn named_layers(layers: &ContiguousLayers, geometry: &Geometry) -> Result<Vec<bo
     if name == "windowed" {
         return Ok(geometry.windows.iter().map(|window| *window > 0).collect());
     }
-    if let Some(count) = name
-        .strip_prefix("first:")
-        .and_then(|count| count.parse().ok())
-    {
+    if let Some(count) = name.strip_prefix("first:").and_then(|count| count.parse().ok()) {
         if !(1..=num_layers).contains(&count) {
-            return Err(format!(
-                "{name:?} is out of range; the model has {num_layers} layers"
-            ));
+            return Err(format!("{name:?} is out of range; the model has {num_layers} layers"));
         }
         return Ok(between(0, count));
     }
     let range = name.split_once("..").and_then(|(from, to)| {
-        Some((
-            from.trim().parse::<usize>().ok()?,
-            to.trim().parse::<usize>().ok()?,
-        ))
+        Some((from.trim().parse::<usize>().ok()?, to.trim().parse::<usize>().ok()?))
     });
     match range {
         Some((from, to)) if from >= to => Err(format!("{name:?} is an empty range of layers")),
-        Some((_, to)) if to > num_layers => Err(format!(
-            "{name:?} is out of range; the model has {num_layers} layers"
-        )),
+        Some((_, to)) if to > num_layers => {
+            Err(format!("{name:?} is out of range; the model has {num_layers} layers"))
+        }
         Some((from, to)) => Ok(between(from, to)),
         None => Err(format!("{name:?} names no layers")),
     }
@@ -296,10 +266,7 @@ mod tests {
             (named("first:1"), [true, false, false, false]),
             (named("first:4"), [true; 4]),
             (named("1..3"), [false, true, true, false]),
-            (
-                ContiguousLayers::List(vec![3, 0]),
-                [true, false, false, true],
-            ),
+            (ContiguousLayers::List(vec![3, 0]), [true, false, false, true]),
         ] {
             assert_eq!(named_layers(&layers, &geometry).unwrap(), set, "{layers:?}");
         }
@@ -334,19 +301,10 @@ mod tests {
 
     #[test]
     fn groups_of_32_need_a_head_dim_that_they_divide() {
-        let int8 = Int8Config {
-            scale: ScaleKind::PerGroup32,
-            ..Int8Config::default()
-        };
+        let int8 = Int8Config { scale: ScaleKind::PerGroup32, ..Int8Config::default() };
         let geometry = model(&[0]);
-        assert_eq!(
-            check_scales(&int8, &geometry).unwrap_err().key,
-            "cache.int8.scale"
-        );
-        let geometry = Geometry {
-            head_dim: 64,
-            ..geometry
-        };
+        assert_eq!(check_scales(&int8, &geometry).unwrap_err().key, "cache.int8.scale");
+        let geometry = Geometry { head_dim: 64, ..geometry };
         assert_eq!(check_scales(&int8, &geometry), Ok(()));
     }
 }

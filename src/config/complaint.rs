@@ -26,14 +26,8 @@ impl Complaint {
     /// A complaint whose help is what the key expects.
     pub(super) fn new(key: impl Into<String>, problem: impl Into<String>) -> Self {
         let key = key.into();
-        let help = keys::expected(&key)
-            .unwrap_or("see the documentation of this key")
-            .to_owned();
-        Self {
-            key,
-            problem: problem.into(),
-            help,
-        }
+        let help = keys::expected(&key).unwrap_or("see the documentation of this key").to_owned();
+        Self { key, problem: problem.into(), help }
     }
 
     /// A complaint with a help of its own.
@@ -42,20 +36,13 @@ impl Complaint {
         problem: impl Into<String>,
         help: impl Into<String>,
     ) -> Self {
-        Self {
-            key: key.into(),
-            problem: problem.into(),
-            help: help.into(),
-        }
+        Self { key: key.into(), problem: problem.into(), help: help.into() }
     }
 
     /// Carries the complaint through serde. Its key is taken as relative to the value that is
     /// being read; an empty one means that value itself.
     pub(super) fn into_serde_text(self) -> String {
-        format!(
-            "{}{SEPARATOR}{}{SEPARATOR}{}",
-            self.key, self.problem, self.help
-        )
+        format!("{}{SEPARATOR}{}{SEPARATOR}{}", self.key, self.problem, self.help)
     }
 
     /// The complaint that [`Self::into_serde_text`] put into `message`, about the value at `path`.
@@ -131,10 +118,7 @@ mod tests {
     fn a_complaint_survives_serde() {
         let inner = Complaint::with_help("min", "is 9", "expected less");
         let outer = Complaint::from_serde_text("a.b", &inner.into_serde_text()).unwrap();
-        assert_eq!(
-            outer,
-            Complaint::with_help("a.b.min", "is 9", "expected less")
-        );
+        assert_eq!(outer, Complaint::with_help("a.b.min", "is 9", "expected less"));
         assert_eq!(Complaint::from_serde_text("a", "some other message"), None);
     }
 

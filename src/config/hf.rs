@@ -87,20 +87,9 @@ const FAMILIES: &[Family] = &[
         sliding_window: Some(4096),
         ..PLAIN
     },
-    Family {
-        model_types: &["mixtral"],
-        num_kv_heads: Some(8),
-        ..PLAIN
-    },
-    Family {
-        model_types: &["phi3"],
-        ..PLAIN
-    },
-    Family {
-        model_types: &["starcoder2"],
-        num_kv_heads: Some(2),
-        ..PLAIN
-    },
+    Family { model_types: &["mixtral"], num_kv_heads: Some(8), ..PLAIN },
+    Family { model_types: &["phi3"], ..PLAIN },
+    Family { model_types: &["starcoder2"], num_kv_heads: Some(2), ..PLAIN },
     Family {
         model_types: &["qwen2", "qwen2_moe", "qwen3_moe"],
         layers: Layers::FromIndex,
@@ -134,34 +123,13 @@ const UNSUPPORTED: &[(&str, &str)] = &[
         "the model uses multi-head latent attention (MLA), which keeps one latent a token in place \
          of K and V heads",
     ),
-    (
-        "num_kv_shared_layers",
-        "some layers have no K and V of their own and share another layer's",
-    ),
-    (
-        "cross_attention_layers",
-        "some layers attend to an image and not to the sequence",
-    ),
-    (
-        "attention_chunk_size",
-        "chunked attention is neither full nor a sliding window",
-    ),
-    (
-        "full_attention_interval",
-        "most layers use linear attention and keep no K and V",
-    ),
-    (
-        "layers_block_type",
-        "some layers are state-space layers and keep no K and V",
-    ),
-    (
-        "hybrid_override_pattern",
-        "some layers are state-space layers and keep no K and V",
-    ),
-    (
-        "attn_layer_period",
-        "some layers are state-space layers and keep no K and V",
-    ),
+    ("num_kv_shared_layers", "some layers have no K and V of their own and share another layer's"),
+    ("cross_attention_layers", "some layers attend to an image and not to the sequence"),
+    ("attention_chunk_size", "chunked attention is neither full nor a sliding window"),
+    ("full_attention_interval", "most layers use linear attention and keep no K and V"),
+    ("layers_block_type", "some layers are state-space layers and keep no K and V"),
+    ("hybrid_override_pattern", "some layers are state-space layers and keep no K and V"),
+    ("attn_layer_period", "some layers are state-space layers and keep no K and V"),
 ];
 
 /// What to do about a file that cannot be used.
@@ -229,10 +197,7 @@ fn geometry(text: &str, path: &Path, sink_tokens: u32) -> Result<Geometry, Confi
 fn refuse_unsupported(object: &Object<'_>) -> Result<(), ConfigError> {
     for (key, why) in UNSUPPORTED {
         // 0 and null are how a file says that its model does not use the feature.
-        if object
-            .get(key)
-            .is_some_and(|value| value.as_u64() != Some(0))
-        {
+        if object.get(key).is_some_and(|value| value.as_u64() != Some(0)) {
             return Err(object.refuse(key, *why, WRITE_NUMBERS));
         }
     }
@@ -285,10 +250,7 @@ fn windows(
             let help = "expected their window in tokens";
             return Err(object.refuse("sliding_window", problem, help));
         };
-        return Ok(windowed
-            .into_iter()
-            .map(|own| if own { window } else { 0 })
-            .collect());
+        return Ok(windowed.into_iter().map(|own| if own { window } else { 0 }).collect());
     }
     let Some(window) = window else {
         return Ok(full());
@@ -320,9 +282,7 @@ fn windows(
         Layers::FullEvery(period) => !(layer + 1).is_multiple_of(period),
         Layers::FromIndex => layer >= first,
     };
-    Ok((0..num_layers)
-        .map(|layer| if windowed(layer) { window } else { 0 })
-        .collect())
+    Ok((0..num_layers).map(|layer| if windowed(layer) { window } else { 0 }).collect())
 }
 
 /// A number that means nothing when it is 0.

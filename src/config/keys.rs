@@ -5,88 +5,37 @@
 
 /// Each key, and what it expects. Indexes of lists are left out.
 const EXPECTED: &[(&str, &str)] = &[
-    (
-        "model",
-        "expected a table [model] with a preset, an hf_config, or the model's numbers",
-    ),
-    (
-        "model.preset",
-        "expected the name of a built-in model, such as \"llama-3-8b\"",
-    ),
-    (
-        "model.hf_config",
-        "expected the path of a Hugging Face config.json, from this file's folder",
-    ),
+    ("model", "expected a table [model] with a preset, an hf_config, or the model's numbers"),
+    ("model.preset", "expected the name of a built-in model, such as \"llama-3-8b\""),
+    ("model.hf_config", "expected the path of a Hugging Face config.json, from this file's folder"),
     ("model.num_layers", "expected a whole number from 1 to 4096"),
-    (
-        "model.num_q_heads",
-        "expected a whole number from 1 to 1024, a multiple of num_kv_heads",
-    ),
-    (
-        "model.num_kv_heads",
-        "expected a whole number from 1 to 1024 that divides num_q_heads",
-    ),
+    ("model.num_q_heads", "expected a whole number from 1 to 1024, a multiple of num_kv_heads"),
+    ("model.num_kv_heads", "expected a whole number from 1 to 1024 that divides num_q_heads"),
     ("model.head_dim", "expected a multiple of 8 from 8 to 1024"),
     (
         "model.attention_window",
         "expected a list of window lengths in tokens (0 = all), such as [4096] or [4096, 0]: one, a \
          pattern that is repeated over the layers, or one a layer",
     ),
-    (
-        "model.sink_tokens",
-        "expected a whole number of tokens, 0 or more",
-    ),
-    (
-        "limits",
-        "expected a table [limits] with max_seqs, max_seq_len and max_batch_tokens",
-    ),
-    (
-        "limits.max_seqs",
-        "expected a whole number from 1 to 1,048,576",
-    ),
-    (
-        "limits.max_seq_len",
-        "expected a whole number of tokens from 1 to 16,777,216",
-    ),
-    (
-        "limits.max_batch_tokens",
-        "expected a whole number of tokens from 1 to 16,777,216",
-    ),
+    ("model.sink_tokens", "expected a whole number of tokens, 0 or more"),
+    ("limits", "expected a table [limits] with max_seqs, max_seq_len and max_batch_tokens"),
+    ("limits.max_seqs", "expected a whole number from 1 to 1,048,576"),
+    ("limits.max_seq_len", "expected a whole number of tokens from 1 to 16,777,216"),
+    ("limits.max_batch_tokens", "expected a whole number of tokens from 1 to 16,777,216"),
     (
         "limits.max_step_tokens",
         "expected a whole number of tokens from 1 to limits.max_batch_tokens",
     ),
-    (
-        "limits.max_rewind_tokens",
-        "expected a whole number of tokens from 0 to limits.max_seq_len",
-    ),
+    ("limits.max_rewind_tokens", "expected a whole number of tokens from 0 to limits.max_seq_len"),
     ("cache", "expected a table [cache] with mode"),
-    (
-        "cache.mode",
-        "expected \"contiguous\", \"paged\" or \"hybrid\"",
-    ),
+    ("cache.mode", "expected \"contiguous\", \"paged\" or \"hybrid\""),
     ("cache.tokens_per_block", "expected 8, 16, 32, 64 or 128"),
-    (
-        "cache.format",
-        "expected \"f32\", \"f16\", \"bf16\" or \"int8\"",
-    ),
-    (
-        "cache.admission",
-        "expected \"guaranteed\" or \"max-utilization\"",
-    ),
+    ("cache.format", "expected \"f32\", \"f16\", \"bf16\" or \"int8\""),
+    ("cache.admission", "expected \"guaranteed\" or \"max-utilization\""),
     ("cache.int8", "expected a table [cache.int8]"),
-    (
-        "cache.int8.scale",
-        "expected \"per-token-head\", \"per-group-32\" or \"per-tensor\"",
-    ),
-    (
-        "cache.int8.k_scale",
-        "expected a finite number above 0, or a list of one for each layer",
-    ),
-    (
-        "cache.int8.v_scale",
-        "expected a finite number above 0, or a list of one for each layer",
-    ),
+    ("cache.int8.scale", "expected \"per-token-head\", \"per-group-32\" or \"per-tensor\""),
+    ("cache.int8.k_scale", "expected a finite number above 0, or a list of one for each layer"),
+    ("cache.int8.v_scale", "expected a finite number above 0, or a list of one for each layer"),
     ("cache.hybrid", "expected a table [cache.hybrid]"),
     (
         "cache.hybrid.contiguous_layers",
@@ -96,57 +45,27 @@ const EXPECTED: &[(&str, &str)] = &[
     ("pool.capacity", super::capacity::FORMS),
     ("device", "expected a table [device]"),
     ("device.kind", "expected \"cpu\""),
-    (
-        "device.threads",
-        "expected a whole number from 0 (one for each core) to 1024",
-    ),
-    (
-        "device.kernel",
-        "expected \"auto\", \"reference\", \"portable\", \"avx2\" or \"avx512\"",
-    ),
-    (
-        "device.memory_limit",
-        "expected a number of bytes above 0, or a size such as \"24 GiB\"",
-    ),
+    ("device.threads", "expected a whole number from 0 (one for each core) to 1024"),
+    ("device.kernel", "expected \"auto\", \"reference\", \"portable\", \"avx2\" or \"avx512\""),
+    ("device.memory_limit", "expected a number of bytes above 0, or a size such as \"24 GiB\""),
     ("workload", "expected a table [workload] with kind"),
     ("workload.kind", "expected \"generator\" or \"azure-csv\""),
-    (
-        "workload.seed",
-        "expected a whole number from 0 to 9,223,372,036,854,775,807",
-    ),
+    ("workload.seed", "expected a whole number from 0 to 9,223,372,036,854,775,807"),
     ("workload.requests", "expected a whole number from 1"),
-    (
-        "workload.path",
-        "expected the path of a trace, from the current directory",
-    ),
+    ("workload.path", "expected the path of a trace, from the current directory"),
     ("workload.prompt_tokens", super::workload::DISTRIBUTIONS),
     ("workload.output_tokens", super::workload::DISTRIBUTIONS),
-    (
-        "workload.length_scale",
-        "expected a number above 0, at most 1",
-    ),
-    (
-        "workload.check_samples",
-        "expected a whole number, 0 or more",
-    ),
-    (
-        "variant",
-        "expected a list of tables, each opened with [[variant]]",
-    ),
-    (
-        "variant.name",
-        "expected a name that no other variant of the file has",
-    ),
+    ("workload.length_scale", "expected a number above 0, at most 1"),
+    ("workload.check_samples", "expected a whole number, 0 or more"),
+    ("variant", "expected a list of tables, each opened with [[variant]]"),
+    ("variant.name", "expected a name that no other variant of the file has"),
 ];
 
 /// The fields of a length distribution, below `workload.prompt_tokens` and `output_tokens`.
 const DISTRIBUTION: &[(&str, &str)] = &[
     ("dist", "expected \"fixed\", \"uniform\" or \"lognormal\""),
     ("value", "expected a whole number of tokens from 1"),
-    (
-        "min",
-        "expected a whole number of tokens from 1, at most max",
-    ),
+    ("min", "expected a whole number of tokens from 1, at most max"),
     ("max", "expected a whole number of tokens, at least min"),
     ("median", "expected a finite number of tokens above 0"),
     ("sigma", "expected a finite number, 0 or more"),
@@ -182,26 +101,17 @@ pub(super) const TABLES: &[&str] = &[
 
 /// What the dotted key expects, as `expected …`.
 pub(super) fn expected(key: &str) -> Option<&'static str> {
-    let parts: Vec<&str> = key
-        .split('.')
-        .filter(|part| part.parse::<usize>().is_err())
-        .collect();
+    let parts: Vec<&str> = key.split('.').filter(|part| part.parse::<usize>().is_err()).collect();
     if let ["variant", field] = parts[..]
         && let Some((_, base)) = OVERRIDABLE.iter().find(|(own, _)| *own == field)
     {
         return expected(base);
     }
     if let ["workload", "prompt_tokens" | "output_tokens", field] = parts[..] {
-        return DISTRIBUTION
-            .iter()
-            .find(|(own, _)| *own == field)
-            .map(|(_, text)| *text);
+        return DISTRIBUTION.iter().find(|(own, _)| *own == field).map(|(_, text)| *text);
     }
     let plain = parts.join(".");
-    EXPECTED
-        .iter()
-        .find(|(own, _)| *own == plain)
-        .map(|(_, text)| *text)
+    EXPECTED.iter().find(|(own, _)| *own == plain).map(|(_, text)| *text)
 }
 
 #[cfg(test)]
@@ -210,10 +120,7 @@ mod tests {
 
     #[test]
     fn indexes_and_variants_find_their_setting() {
-        assert_eq!(
-            expected("model.attention_window.3"),
-            expected("model.attention_window")
-        );
+        assert_eq!(expected("model.attention_window.3"), expected("model.attention_window"));
         assert_eq!(expected("variant.2.threads"), expected("device.threads"));
         assert_eq!(expected("variant.0"), expected("variant"));
         assert!(expected("workload.prompt_tokens.sigma").is_some());

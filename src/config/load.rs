@@ -49,9 +49,7 @@ impl Source {
             return vec![("default".to_owned(), self.config.clone())];
         }
         let variants = self.config.variant.iter();
-        variants
-            .map(|variant| (variant.name.clone(), variant.apply(&self.config)))
-            .collect()
+        variants.map(|variant| (variant.name.clone(), variant.apply(&self.config))).collect()
     }
 }
 
@@ -80,19 +78,14 @@ pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Source, Co
     }
     if table.is_empty() {
         return Err(ConfigError::Syntax {
-            origin: Origin::File {
-                path: path.to_owned(),
-                line: 0,
-            },
+            origin: Origin::File { path: path.to_owned(), line: 0 },
             problem: "has no settings; expected at least [model], [limits] and [cache]".to_owned(),
         });
     }
     let located = |complaint| origins.locate(complaint);
     let config = deserialize(table).map_err(located)?;
     if let Some(workload) = &config.workload {
-        workload
-            .check(origins.is_given("workload.length_scale"))
-            .map_err(located)?;
+        workload.check(origins.is_given("workload.length_scale")).map_err(located)?;
     }
     let folder = path.parent().unwrap_or(Path::new(""));
     let geometry = model::resolve(&config.model, folder).map_err(|refused| match refused {
@@ -101,12 +94,7 @@ pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Source, Co
     })?;
     check::check(&config, &geometry).map_err(located)?;
     check_variants(&config, &geometry).map_err(located)?;
-    Ok(Source {
-        config,
-        geometry,
-        path: path.to_owned(),
-        origins,
-    })
+    Ok(Source { config, geometry, path: path.to_owned(), origins })
 }
 
 /// Checks what every variant runs with, as if it were a file of its own.
@@ -126,10 +114,7 @@ fn check_variants(config: &Config, geometry: &Geometry) -> Result<(), Complaint>
 
 /// The text of a file of at most `max_bytes`.
 pub(super) fn read_text(path: &Path, max_bytes: u64) -> Result<String, ConfigError> {
-    let refused = |problem: String| ConfigError::Read {
-        path: path.to_owned(),
-        problem,
-    };
+    let refused = |problem: String| ConfigError::Read { path: path.to_owned(), problem };
     let io = |error: std::io::Error| refused(error.to_string());
     let file = File::open(path).map_err(io)?;
     if file.metadata().map_err(io)?.is_dir() {
@@ -137,9 +122,7 @@ pub(super) fn read_text(path: &Path, max_bytes: u64) -> Result<String, ConfigErr
     }
     // Not the length that the metadata tell: a device or a pipe has none.
     let mut bytes = Vec::new();
-    file.take(max_bytes + 1)
-        .read_to_end(&mut bytes)
-        .map_err(io)?;
+    file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(io)?;
     if bytes.len() as u64 > max_bytes {
         return Err(too_large(path, max_bytes));
     }
@@ -148,10 +131,7 @@ pub(super) fn read_text(path: &Path, max_bytes: u64) -> Result<String, ConfigErr
         let before = &error.as_bytes()[..valid];
         let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
         ConfigError::Syntax {
-            origin: Origin::File {
-                path: path.to_owned(),
-                line,
-            },
+            origin: Origin::File { path: path.to_owned(), line },
             problem: format!(
                 "byte 0x{:02x} is not UTF-8; expected a text file in UTF-8",
                 error.as_bytes()[valid]
@@ -175,9 +155,7 @@ fn deserialize(table: Table) -> Result<Config, Complaint> {
     for key in keys::TABLES {
         expect_table(&root, key)?;
     }
-    let variants = find(&root, "variant")
-        .and_then(Value::as_array)
-        .map_or(0, Vec::len);
+    let variants = find(&root, "variant").and_then(Value::as_array).map_or(0, Vec::len);
     for index in 0..variants {
         expect_table(&root, &format!("variant.{index}"))?;
     }
@@ -231,17 +209,11 @@ fn explain(path: &str, message: &str, root: &Value) -> Complaint {
     }
     if message.starts_with("missing field") {
         let name = quoted.next().unwrap_or_default();
-        let key = if path.is_empty() {
-            name.to_owned()
-        } else {
-            format!("{path}.{name}")
-        };
+        let key = if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
         return Complaint::new(key, "is missing");
     }
-    let found = find(root, path).map_or_else(
-        || message.to_owned(),
-        |value| format!("found {}", describe(value)),
-    );
+    let found = find(root, path)
+        .map_or_else(|| message.to_owned(), |value| format!("found {}", describe(value)));
     match keys::expected(path) {
         Some(_) => Complaint::new(path, found),
         None => Complaint::with_help(path, found, message),

@@ -43,10 +43,7 @@ impl Origins {
 
     /// A line of the file; 0 is the file as a whole.
     fn line(&self, line: usize) -> Origin {
-        Origin::File {
-            path: self.path.clone(),
-            line,
-        }
+        Origin::File { path: self.path.clone(), line }
     }
 
     /// Notes that the command line gave the key; whatever stood below it is gone.
@@ -64,12 +61,7 @@ impl Origins {
     /// The complaint, with the place that it is about.
     pub(super) fn locate(&self, complaint: Complaint) -> ConfigError {
         let Complaint { key, problem, help } = complaint;
-        ConfigError::Key {
-            origin: self.of(&key),
-            key,
-            problem,
-            help,
-        }
+        ConfigError::Key { origin: self.of(&key), key, problem, help }
     }
 }
 
@@ -84,10 +76,7 @@ struct Entry {
 /// Reads the text. Errors are those of the syntax; keys and types are not looked at.
 pub(super) fn read(text: &str, path: &Path) -> Result<(Table, Origins), ConfigError> {
     let lines = LineStarts::of(text);
-    let at = |line| Origin::File {
-        path: path.to_owned(),
-        line,
-    };
+    let at = |line| Origin::File { path: path.to_owned(), line };
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut entries = Vec::new();
     collect(root.get_ref(), "", &mut entries);
@@ -97,10 +86,7 @@ pub(super) fn read(text: &str, path: &Path) -> Result<(Table, Origins), ConfigEr
             return Err(duplicate(text, path, &lines, &entries, span));
         }
         let problem = format!("is no TOML: {}", error.message().replace('\n', ", "));
-        return Err(ConfigError::Syntax {
-            origin: at(lines.line(span.start)),
-            problem,
-        });
+        return Err(ConfigError::Syntax { origin: at(lines.line(span.start)), problem });
     }
     // The values come from a second reading, which refuses numbers that do not fit 64 bits.
     let table = toml::from_str::<Table>(text).map_err(|error| {
@@ -108,37 +94,19 @@ pub(super) fn read(text: &str, path: &Path) -> Result<(Table, Origins), ConfigEr
         let problem = error.message().replace('\n', ", ");
         let inside =
             |entry: &&Entry| entry.value.start <= span.start && span.end <= entry.value.end;
-        match entries
-            .iter()
-            .filter(inside)
-            .min_by_key(|entry| entry.value.len())
-        {
+        match entries.iter().filter(inside).min_by_key(|entry| entry.value.len()) {
             Some(entry) => ConfigError::Key {
                 origin: at(lines.line(span.start)),
                 key: entry.key.clone(),
                 problem,
-                help: keys::expected(&entry.key)
-                    .unwrap_or("expected a smaller number")
-                    .to_owned(),
+                help: keys::expected(&entry.key).unwrap_or("expected a smaller number").to_owned(),
             },
-            None => ConfigError::Syntax {
-                origin: at(lines.line(span.start)),
-                problem,
-            },
+            None => ConfigError::Syntax { origin: at(lines.line(span.start)), problem },
         }
     })?;
-    let lines = entries
-        .into_iter()
-        .map(|entry| (entry.key, lines.line(entry.name.start)))
-        .collect();
-    Ok((
-        table,
-        Origins {
-            path: path.to_owned(),
-            lines,
-            overridden: BTreeSet::new(),
-        },
-    ))
+    let lines =
+        entries.into_iter().map(|entry| (entry.key, lines.line(entry.name.start))).collect();
+    Ok((table, Origins { path: path.to_owned(), lines, overridden: BTreeSet::new() }))
 }
 
 /// The error of a key or table that is there twice; `span` is the second one's name.
@@ -155,11 +123,7 @@ fn duplicate(
         text[entry.value.start..].starts_with('{')
             && (entry.value.start < span.start && span.end < entry.value.end)
     };
-    let key = match entries
-        .iter()
-        .filter(within)
-        .min_by_key(|entry| entry.value.len())
-    {
+    let key = match entries.iter().filter(within).min_by_key(|entry| entry.value.len()) {
         Some(inline_table) => format!("{}.{name}", inline_table.key),
         None => full_key(text, span.start, name),
     };
@@ -169,21 +133,14 @@ fn duplicate(
         .iter()
         .filter(|entry| entry.key == key)
         .map(|entry| lines.line(entry.name.start))
-        .chain(
-            text.lines()
-                .position(|line| header(line) == Some(&key))
-                .map(|index| index + 1),
-        )
+        .chain(text.lines().position(|line| header(line) == Some(&key)).map(|index| index + 1))
         .find(|first| *first < line);
     let problem = match first {
         Some(first) => format!("duplicate key, given on line {first} already"),
         None => "duplicate key".to_owned(),
     };
     ConfigError::Key {
-        origin: Origin::File {
-            path: path.to_owned(),
-            line,
-        },
+        origin: Origin::File { path: path.to_owned(), line },
         key,
         problem,
         help: "expected every key once; keep one of the two".to_owned(),
@@ -194,11 +151,7 @@ fn duplicate(
 fn collect(table: &DeTable<'_>, prefix: &str, entries: &mut Vec<Entry>) {
     for (name, value) in table {
         let key = format!("{prefix}{}", name.get_ref());
-        entries.push(Entry {
-            key: key.clone(),
-            name: name.span(),
-            value: value.span(),
-        });
+        entries.push(Entry { key: key.clone(), name: name.span(), value: value.span() });
         collect_value(value.get_ref(), &key, entries);
     }
 }
@@ -210,11 +163,7 @@ fn collect_value(value: &DeValue<'_>, key: &str, entries: &mut Vec<Entry>) {
         DeValue::Array(list) => {
             for (index, value) in list.iter().enumerate() {
                 let key = format!("{key}.{index}");
-                entries.push(Entry {
-                    key: key.clone(),
-                    name: value.span(),
-                    value: value.span(),
-                });
+                entries.push(Entry { key: key.clone(), name: value.span(), value: value.span() });
                 collect_value(value.get_ref(), &key, entries);
             }
         }
@@ -249,11 +198,7 @@ impl LineStarts {
     /// The lines of a text.
     pub(super) fn of(text: &str) -> Self {
         let newlines = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n');
-        Self(
-            std::iter::once(0)
-                .chain(newlines.map(|(at, _)| at + 1))
-                .collect(),
-        )
+        Self(std::iter::once(0).chain(newlines.map(|(at, _)| at + 1)).collect())
     }
 
     /// The line of an offset, counted from 1.

@@ -249,9 +249,7 @@ pub struct PoolConfig {
 
 impl Default for PoolConfig {
     fn default() -> Self {
-        Self {
-            capacity: Capacity::WorstCase,
-        }
+        Self { capacity: Capacity::WorstCase }
     }
 }
 
@@ -290,12 +288,7 @@ pub struct DeviceConfig {
 
 impl Default for DeviceConfig {
     fn default() -> Self {
-        Self {
-            kind: DeviceKind::Cpu,
-            threads: 0,
-            kernel: KernelChoice::Auto,
-            memory_limit: None,
-        }
+        Self { kind: DeviceKind::Cpu, threads: 0, kernel: KernelChoice::Auto, memory_limit: None }
     }
 }
 

@@ -84,12 +84,7 @@ impl Geometry {
 
 /// The pattern over so many layers; the last repetition may be cut off.
 pub(super) fn repeated(pattern: &[u32], num_layers: u32) -> Vec<u32> {
-    pattern
-        .iter()
-        .copied()
-        .cycle()
-        .take(num_layers as usize)
-        .collect()
+    pattern.iter().copied().cycle().take(num_layers as usize).collect()
 }
 
 /// The geometry of `[model]`. Relative paths start from `folder`.
@@ -169,20 +164,14 @@ fn preset(name: &str, sink_tokens: u32) -> Result<Geometry, Complaint> {
         let problem = format!("there is no preset {name:?}");
         return Err(Complaint::with_help("model.preset", problem, help));
     };
-    Ok(Geometry {
-        sink_tokens,
-        ..preset.geometry()
-    })
+    Ok(Geometry { sink_tokens, ..preset.geometry() })
 }
 
 /// The geometry of the numbers in the file.
 fn explicit(model: &ModelConfig) -> Result<Geometry, Complaint> {
     let needed = |number: Option<u32>, key: &str| {
         number.ok_or_else(|| {
-            Complaint::new(
-                key,
-                "is missing; a model without preset and hf_config needs it",
-            )
+            Complaint::new(key, "is missing; a model without preset and hf_config needs it")
         })
     };
     let num_layers = needed(model.num_layers, "model.num_layers")?;
@@ -209,10 +198,7 @@ fn explicit(model: &ModelConfig) -> Result<Geometry, Complaint> {
     if pattern.len() > num_layers as usize {
         return Err(Complaint::new(
             "model.attention_window",
-            format!(
-                "has {} entries, and the model has {num_layers} layers",
-                pattern.len()
-            ),
+            format!("has {} entries, and the model has {num_layers} layers", pattern.len()),
         ));
     }
     Ok(geometry)
@@ -248,17 +234,11 @@ mod tests {
             (Some(vec![7, 7, 7, 0]), [7, 7, 7, 0, 7]),
             (Some(vec![1, 2, 3, 4, 0]), [1, 2, 3, 4, 0]),
         ] {
-            let model = ModelConfig {
-                attention_window: window,
-                ..numbers()
-            };
+            let model = ModelConfig { attention_window: window, ..numbers() };
             assert_eq!(resolve(&model, Path::new("")).unwrap().windows, windows);
         }
         for window in [vec![], vec![1; 6]] {
-            let model = ModelConfig {
-                attention_window: Some(window),
-                ..numbers()
-            };
+            let model = ModelConfig { attention_window: Some(window), ..numbers() };
             assert_eq!(refused(&model).key, "model.attention_window");
         }
     }
@@ -293,21 +273,11 @@ mod tests {
             ..ModelConfig::default()
         };
         assert_eq!(refused(&both).key, "model.hf_config");
-        let mixed = ModelConfig {
-            preset: Some("llama-3-8b".to_owned()),
-            ..numbers()
-        };
+        let mixed = ModelConfig { preset: Some("llama-3-8b".to_owned()), ..numbers() };
         assert_eq!(refused(&mixed).key, "model.num_layers");
         assert_eq!(refused(&ModelConfig::default()).key, "model");
-        let slip = ModelConfig {
-            preset: Some("llama-3-8B".to_owned()),
-            ..ModelConfig::default()
-        };
-        assert!(
-            refused(&slip)
-                .help
-                .starts_with("did you mean \"llama-3-8b\"?")
-        );
+        let slip = ModelConfig { preset: Some("llama-3-8B".to_owned()), ..ModelConfig::default() };
+        assert!(refused(&slip).help.starts_with("did you mean \"llama-3-8b\"?"));
     }
 
     #[test]
@@ -318,9 +288,6 @@ mod tests {
             ..ModelConfig::default()
         };
         let geometry = resolve(&model, Path::new("")).unwrap();
-        assert_eq!(
-            (geometry.sink_tokens, geometry.q_heads_per_kv_head()),
-            (4, 8)
-        );
+        assert_eq!((geometry.sink_tokens, geometry.q_heads_per_kv_head()), (4, 8));
     }
 }

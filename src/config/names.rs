@@ -63,13 +63,6 @@ mod tests {
                 })+
             };
         }
-        check!(
-            CacheMode,
-            Format,
-            Admission,
-            ScaleKind,
-            KernelChoice,
-            WorkloadKind
-        );
+        check!(CacheMode, Format, Admission, ScaleKind, KernelChoice, WorkloadKind);
     }
 }

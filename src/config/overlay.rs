@@ -13,21 +13,15 @@ pub(super) fn set(
     origins: &mut Origins,
     argument: &str,
 ) -> Result<(), ConfigError> {
-    let refused = |problem: String| ConfigError::Override {
-        argument: argument.to_owned(),
-        problem,
-    };
-    let (key, text) = argument
-        .split_once('=')
-        .ok_or_else(|| refused("has no =".to_owned()))?;
+    let refused =
+        |problem: String| ConfigError::Override { argument: argument.to_owned(), problem };
+    let (key, text) = argument.split_once('=').ok_or_else(|| refused("has no =".to_owned()))?;
     let parts: Vec<&str> = key.split('.').map(str::trim).collect();
     if parts.iter().any(|part| part.is_empty()) {
         return Err(refused("the key has an empty part".to_owned()));
     }
     let text = text.trim();
-    let value = text
-        .parse()
-        .unwrap_or_else(|_| Value::String(text.to_owned()));
+    let value = text.parse().unwrap_or_else(|_| Value::String(text.to_owned()));
 
     let mut root = Value::Table(std::mem::take(table));
     let placed = place(&mut root, &parts, value, origins);
@@ -47,15 +41,9 @@ fn place(
     let mut at = root;
     let mut walked = String::new();
     for (depth, part) in parts.iter().enumerate() {
-        let next_is_index = parts
-            .get(depth + 1)
-            .is_some_and(|next| next.parse::<usize>().is_ok());
+        let next_is_index = parts.get(depth + 1).is_some_and(|next| next.parse::<usize>().is_ok());
         let fresh = || {
-            if next_is_index {
-                Value::Array(Vec::new())
-            } else {
-                Value::Table(Table::new())
-            }
+            if next_is_index { Value::Array(Vec::new()) } else { Value::Table(Table::new()) }
         };
         let (slot, made) = child(at, part, &walked, fresh)?;
         if depth > 0 {
@@ -161,13 +149,7 @@ mod tests {
             model.attention_window = [4, 0]
         ";
         assert_eq!(table, expected.parse::<Table>().unwrap());
-        for key in [
-            "limits.max_seqs",
-            "cache",
-            "cache.mode",
-            "variant.1",
-            "cache.int8.scale",
-        ] {
+        for key in ["limits.max_seqs", "cache", "cache.mode", "variant.1", "cache.int8.scale"] {
             assert_eq!(origins.of(key), Origin::Override, "{key}");
         }
         for (key, line) in [("limits", 1), ("variant.0.name", 4)] {
@@ -182,18 +164,9 @@ mod tests {
             ("limits.max_seqs", "has no ="),
             ("=8", "the key has an empty part"),
             ("limits..max_seqs=8", "the key has an empty part"),
-            (
-                "limits.max_seqs.x=8",
-                "limits.max_seqs is the integer 4, not a table",
-            ),
-            (
-                "variant.a.mode=paged",
-                "variant is a list, and \"a\" is no index of it",
-            ),
-            (
-                "variant.2.mode=paged",
-                "variant has 1 entries, so 2 would leave a gap",
-            ),
+            ("limits.max_seqs.x=8", "limits.max_seqs is the integer 4, not a table"),
+            ("variant.a.mode=paged", "variant is a list, and \"a\" is no index of it"),
+            ("variant.2.mode=paged", "variant has 1 entries, so 2 would leave a gap"),
         ] {
             let error = after(&[argument]).unwrap_err().to_string();
             let start = format!("--set {argument:?}: {problem}; write --set key=value");

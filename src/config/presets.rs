@@ -54,15 +54,7 @@ const fn model(
     pattern: &'static [u32],
     max_position: u32,
 ) -> Preset {
-    Preset {
-        name,
-        num_layers,
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        pattern,
-        max_position,
-    }
+    Preset { name, num_layers, num_q_heads, num_kv_heads, head_dim, pattern, max_position }
 }
 
 /// All built-in models, family by family.
@@ -86,36 +78,11 @@ pub static PRESETS: &[Preset] = &[
     model("gemma-2-2b", [26, 8, 4, 256], &[4096, 0], 8192),
     model("gemma-2-9b", [42, 16, 8, 256], &[4096, 0], 8192),
     model("gemma-2-27b", [46, 32, 16, 128], &[4096, 0], 8192),
-    model(
-        "gemma-3-270m",
-        [18, 4, 1, 256],
-        &[512, 512, 512, 512, 512, 0],
-        32768,
-    ),
-    model(
-        "gemma-3-1b",
-        [26, 4, 1, 256],
-        &[512, 512, 512, 512, 512, 0],
-        32768,
-    ),
-    model(
-        "gemma-3-4b",
-        [34, 8, 4, 256],
-        &[1024, 1024, 1024, 1024, 1024, 0],
-        131_072,
-    ),
-    model(
-        "gemma-3-12b",
-        [48, 16, 8, 256],
-        &[1024, 1024, 1024, 1024, 1024, 0],
-        131_072,
-    ),
-    model(
-        "gemma-3-27b",
-        [62, 32, 16, 128],
-        &[1024, 1024, 1024, 1024, 1024, 0],
-        131_072,
-    ),
+    model("gemma-3-270m", [18, 4, 1, 256], &[512, 512, 512, 512, 512, 0], 32768),
+    model("gemma-3-1b", [26, 4, 1, 256], &[512, 512, 512, 512, 512, 0], 32768),
+    model("gemma-3-4b", [34, 8, 4, 256], &[1024, 1024, 1024, 1024, 1024, 0], 131_072),
+    model("gemma-3-12b", [48, 16, 8, 256], &[1024, 1024, 1024, 1024, 1024, 0], 131_072),
+    model("gemma-3-27b", [62, 32, 16, 128], &[1024, 1024, 1024, 1024, 1024, 0], 131_072),
     model("gpt-oss-20b", [24, 64, 8, 64], &[128, 0], 131_072),
     model("gpt-oss-120b", [36, 64, 8, 64], &[128, 0], 131_072),
     model("phi-3-mini-4k", [32, 32, 32, 96], &[2047], 4096),
@@ -170,20 +137,13 @@ mod tests {
     fn kv_bytes(geometry: &Geometry, tokens: u64, bytes_per_head: u64) -> u64 {
         let mut bytes = 0;
         for window in &geometry.windows {
-            let kept = if *window == 0 {
-                tokens
-            } else {
-                tokens.min(u64::from(*window))
-            };
+            let kept = if *window == 0 { tokens } else { tokens.min(u64::from(*window)) };
             bytes += 2 * u64::from(geometry.num_kv_heads) * kept * bytes_per_head;
         }
         bytes
     }
 
-    #[expect(
-        clippy::cast_precision_loss,
-        reason = "the published figures have three decimals"
-    )]
+    #[expect(clippy::cast_precision_loss, reason = "the published figures have three decimals")]
     fn in_units(bytes: u64, unit: u64) -> f64 {
         bytes as f64 / unit as f64
     }
@@ -212,28 +172,16 @@ mod tests {
     #[test]
     fn every_preset_is_a_valid_model() {
         for (index, preset) in PRESETS.iter().enumerate() {
-            let Preset {
-                name,
-                num_layers,
-                num_q_heads,
-                num_kv_heads,
-                head_dim,
-                pattern,
-                ..
-            } = *preset;
+            let Preset { name, num_layers, num_q_heads, num_kv_heads, head_dim, pattern, .. } =
+                *preset;
             let numbers = [num_layers, num_q_heads, num_kv_heads, head_dim];
-            assert_eq!(
-                Geometry::checked(numbers, pattern, 0),
-                Ok(preset.geometry()),
-                "{name}"
-            );
+            assert_eq!(Geometry::checked(numbers, pattern, 0), Ok(preset.geometry()), "{name}");
             assert!(
                 PRESETS[..index].iter().all(|other| other.name != name),
                 "{name} is there twice"
             );
             assert!(
-                name.chars()
-                    .all(|c| matches!(c, 'a'..='z' | '0'..='9' | '-' | '.')),
+                name.chars().all(|c| matches!(c, 'a'..='z' | '0'..='9' | '-' | '.')),
                 "{name} is not kebab-case"
             );
         }
@@ -243,12 +191,7 @@ mod tests {
     fn windows_are_where_the_models_have_them() {
         let windowed = |name: &str| {
             let preset = PRESETS.iter().find(|preset| preset.name == name).unwrap();
-            preset
-                .geometry()
-                .windows
-                .iter()
-                .filter(|window| **window > 0)
-                .count()
+            preset.geometry().windows.iter().filter(|window| **window > 0).count()
         };
         for (name, layers) in [
             ("gemma-2-2b", 13),

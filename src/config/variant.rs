@@ -56,19 +56,14 @@ impl VariantConfig {
     /// list of variants.
     #[must_use]
     pub fn apply(&self, base: &Config) -> Config {
-        let mut config = Config {
-            variant: Vec::new(),
-            ..base.clone()
-        };
+        let mut config = Config { variant: Vec::new(), ..base.clone() };
         let cache = &mut config.cache;
         cache.mode = self.mode.unwrap_or(cache.mode);
         if self.mode.is_some_and(|mode| mode != CacheMode::Hybrid) {
             cache.hybrid = None;
         }
         if let Some(layers) = &self.contiguous_layers {
-            cache.hybrid = Some(HybridConfig {
-                contiguous_layers: layers.clone(),
-            });
+            cache.hybrid = Some(HybridConfig { contiguous_layers: layers.clone() });
         }
         cache.format = self.format.unwrap_or(cache.format);
         if self.format.is_some_and(|format| format != Format::Int8) {
@@ -111,10 +106,7 @@ impl VariantConfig {
         if self.scale.is_some() && effective.cache.format != Format::Int8 {
             return Err(Complaint::with_help(
                 "scale",
-                format!(
-                    "the variant's format is {}, which has no scales",
-                    effective.cache.format
-                ),
+                format!("the variant's format is {}, which has no scales", effective.cache.format),
                 "remove it, or give the variant format = \"int8\"",
             ));
         }
@@ -196,10 +188,7 @@ mod tests {
         let config = variant.apply(&base());
         assert_eq!(config.cache.mode, CacheMode::Paged);
         assert_eq!((config.cache.hybrid, config.cache.int8), (None, None));
-        assert_eq!(
-            (config.cache.format, config.device.threads),
-            (Format::F32, 3)
-        );
+        assert_eq!((config.cache.format, config.device.threads), (Format::F32, 3));
 
         // Naming the mode and format that the file has drops nothing.
         let same = VariantConfig {
@@ -212,10 +201,7 @@ mod tests {
 
     #[test]
     fn static_scales_stay_with_per_tensor_only() {
-        let scaled = |scale| VariantConfig {
-            scale: Some(scale),
-            ..VariantConfig::default()
-        };
+        let scaled = |scale| VariantConfig { scale: Some(scale), ..VariantConfig::default() };
         let static_scales = Int8Config {
             scale: ScaleKind::PerTensor,
             k_scale: Some(StaticScale::One(0.5)),
@@ -224,20 +210,13 @@ mod tests {
         let kept = scaled(ScaleKind::PerTensor).apply(&base());
         assert_eq!(kept.cache.int8, Some(static_scales));
         let dropped = scaled(ScaleKind::PerGroup32).apply(&base());
-        let expected = Int8Config {
-            scale: ScaleKind::PerGroup32,
-            k_scale: None,
-            v_scale: None,
-        };
+        let expected = Int8Config { scale: ScaleKind::PerGroup32, k_scale: None, v_scale: None };
         assert_eq!(dropped.cache.int8, Some(expected));
     }
 
     #[test]
     fn complaints_name_the_variants_own_key() {
-        let variant = VariantConfig {
-            threads: Some(9999),
-            ..VariantConfig::default()
-        };
+        let variant = VariantConfig { threads: Some(9999), ..VariantConfig::default() };
         let own = variant.own_complaint(2, Complaint::new("device.threads", "is too large"));
         assert_eq!(own.key, "variant.2.threads");
         let other = variant.own_complaint(2, Complaint::new("cache.int8.k_scale", "is missing"));

@@ -149,18 +149,13 @@ impl TryFrom<RawLength> for LengthDistribution {
             ("sigma", raw.sigma.is_some()),
         ] {
             if given && !fields.contains(&key) {
-                return Err(BadLength::new(
-                    key,
-                    format!("does not belong to dist = {name:?}"),
-                ));
+                return Err(BadLength::new(key, format!("does not belong to dist = {name:?}")));
             }
         }
         let missing =
             |key| move || BadLength::new(key, format!("is missing; dist = {name:?} needs it"));
         let distribution = match raw.dist {
-            Dist::Fixed => Self::Fixed {
-                value: raw.value.ok_or_else(missing("value"))?,
-            },
+            Dist::Fixed => Self::Fixed { value: raw.value.ok_or_else(missing("value"))? },
             Dist::Uniform => Self::Uniform {
                 min: raw.min.ok_or_else(missing("min"))?,
                 max: raw.max.ok_or_else(missing("max"))?,
@@ -195,10 +190,7 @@ impl LengthDistribution {
                     return Err(BadLength::new("min", "is 0"));
                 }
                 if min > max {
-                    return Err(BadLength::new(
-                        "min",
-                        format!("is {min}, more than max = {max}"),
-                    ));
+                    return Err(BadLength::new("min", format!("is {min}, more than max = {max}")));
                 }
             }
         }
@@ -286,54 +278,26 @@ mod tests {
     #[test]
     fn keys_of_the_other_kind_are_refused() {
         assert_eq!(generator().check(false), Ok(()));
-        assert_eq!(
-            generator().check(true).unwrap_err().key,
-            "workload.length_scale"
-        );
-        let with_path = WorkloadConfig {
-            path: Some("a.csv".into()),
-            ..generator()
-        };
+        assert_eq!(generator().check(true).unwrap_err().key, "workload.length_scale");
+        let with_path = WorkloadConfig { path: Some("a.csv".into()), ..generator() };
         assert_eq!(with_path.check(false).unwrap_err().key, "workload.path");
-        let trace = WorkloadConfig {
-            kind: WorkloadKind::AzureCsv,
-            ..with_path
-        };
-        assert_eq!(
-            trace.check(false).unwrap_err().key,
-            "workload.prompt_tokens"
-        );
-        let trace = WorkloadConfig {
-            prompt_tokens: None,
-            output_tokens: None,
-            ..trace
-        };
+        let trace = WorkloadConfig { kind: WorkloadKind::AzureCsv, ..with_path };
+        assert_eq!(trace.check(false).unwrap_err().key, "workload.prompt_tokens");
+        let trace = WorkloadConfig { prompt_tokens: None, output_tokens: None, ..trace };
         assert_eq!(trace.check(true), Ok(()));
         for scale in [0.0, -0.5, 1.5, f64::NAN, f64::INFINITY] {
-            let scaled = WorkloadConfig {
-                length_scale: scale,
-                ..trace.clone()
-            };
+            let scaled = WorkloadConfig { length_scale: scale, ..trace.clone() };
             assert_eq!(scaled.check(true).unwrap_err().key, "workload.length_scale");
         }
     }
 
     #[test]
     fn what_a_kind_needs_is_named() {
-        let none = WorkloadConfig {
-            requests: None,
-            ..generator()
-        };
+        let none = WorkloadConfig { requests: None, ..generator() };
         assert_eq!(none.check(false).unwrap_err().key, "workload.requests");
-        let none = WorkloadConfig {
-            output_tokens: None,
-            ..generator()
-        };
+        let none = WorkloadConfig { output_tokens: None, ..generator() };
         assert_eq!(none.check(false).unwrap_err().key, "workload.output_tokens");
-        let zero = WorkloadConfig {
-            requests: Some(0),
-            ..generator()
-        };
+        let zero = WorkloadConfig { requests: Some(0), ..generator() };
         assert_eq!(zero.check(false).unwrap_err().key, "workload.requests");
     }
 
@@ -342,12 +306,7 @@ mod tests {
         let read = |text: &str| toml::from_str::<LengthDistribution>(text);
         assert_eq!(
             read("dist = 'lognormal'\nmedian = 9\nsigma = 0.5\nmin = 1\nmax = 20").unwrap(),
-            LengthDistribution::Lognormal {
-                median: 9.0,
-                sigma: 0.5,
-                min: 1,
-                max: 20
-            }
+            LengthDistribution::Lognormal { median: 9.0, sigma: 0.5, min: 1, max: 20 }
         );
         for (text, key) in [
             ("dist = 'fixed'", "value"),
@@ -356,18 +315,9 @@ mod tests {
             ("dist = 'uniform'\nmin = 1", "max"),
             ("dist = 'uniform'\nmin = 0\nmax = 4", "min"),
             ("dist = 'uniform'\nmin = 5\nmax = 4", "min"),
-            (
-                "dist = 'lognormal'\nmedian = nan\nsigma = 0.5\nmin = 1\nmax = 20",
-                "median",
-            ),
-            (
-                "dist = 'lognormal'\nmedian = 9\nsigma = -1\nmin = 1\nmax = 20",
-                "sigma",
-            ),
-            (
-                "dist = 'lognormal'\nmedian = 9\nsigma = inf\nmin = 1\nmax = 20",
-                "sigma",
-            ),
+            ("dist = 'lognormal'\nmedian = nan\nsigma = 0.5\nmin = 1\nmax = 20", "median"),
+            ("dist = 'lognormal'\nmedian = 9\nsigma = -1\nmin = 1\nmax = 20", "sigma"),
+            ("dist = 'lognormal'\nmedian = 9\nsigma = inf\nmin = 1\nmax = 20", "sigma"),
         ] {
             let error = read(text).unwrap_err();
             let complaint = Complaint::from_serde_text("", error.message()).unwrap();

@@ -30,10 +30,7 @@ pub(super) const fn f16_to_f32(half: u16) -> f32 {
 
 /// The IEEE half nearest to an f32, ties to even; beyond the largest, infinity. A NaN stays one.
 #[inline(always)]
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "every branch ends in 16 bits"
-)]
+#[expect(clippy::cast_possible_truncation, reason = "every branch ends in 16 bits")]
 pub(super) const fn f32_to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
     let sign = (bits >> 16) & 0x8000;
@@ -42,9 +39,7 @@ pub(super) const fn f32_to_f16(x: f32) -> u16 {
     let odd = (magnitude >> 13) & 1;
     let normal = (magnitude.wrapping_sub(112 << 23).wrapping_add(0xFFF + odd)) >> 13;
     // Subnormal: the addition of 1/2 aligns the mantissa's last bit with 2⁻²⁴ and rounds to even.
-    let subnormal = (f32::from_bits(magnitude) + 0.5)
-        .to_bits()
-        .wrapping_sub(126 << 23);
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(126 << 23);
     let nan = 0x7E00 | ((magnitude >> 13) & 0x3FF);
     let half = if magnitude > 0x7F80_0000 {
         nan
@@ -67,19 +62,12 @@ pub(super) const fn bf16_to_f32(x: u16) -> f32 {
 
 /// The bfloat16 nearest to an f32, ties to even. A NaN stays one.
 #[inline(always)]
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "both branches end in 16 bits"
-)]
+#[expect(clippy::cast_possible_truncation, reason = "both branches end in 16 bits")]
 pub(super) const fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
     let nan = (bits >> 16) | 0x40;
-    (if bits & 0x7FFF_FFFF > 0x7F80_0000 {
-        nan
-    } else {
-        rounded
-    }) as u16
+    (if bits & 0x7FFF_FFFF > 0x7F80_0000 { nan } else { rounded }) as u16
 }
 
 /// An element type of the tensors that callers have.
@@ -148,11 +136,7 @@ mod tests {
             if half.is_nan() {
                 assert!(f16_to_f32(bits).is_nan(), "{bits:#x}");
             } else {
-                assert_eq!(
-                    f16_to_f32(bits).to_bits(),
-                    half.to_f32_const().to_bits(),
-                    "{bits:#x}"
-                );
+                assert_eq!(f16_to_f32(bits).to_bits(), half.to_f32_const().to_bits(), "{bits:#x}");
                 assert_eq!(f32_to_f16(f16_to_f32(bits)), bits, "{bits:#x}");
             }
             if !brain.is_nan() {

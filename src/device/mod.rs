@@ -123,16 +123,8 @@ impl AttendArgs<'_> {
     pub fn view(&self, seq: &BatchSeq) -> SeqView<'_> {
         let row = self.table_row as usize;
         let start = seq.slot as usize * row;
-        let table = if row == 0 {
-            &[]
-        } else {
-            &self.tables[start..start + row]
-        };
-        SeqView {
-            layout: self.layout,
-            table,
-            slot: seq.slot,
-        }
+        let table = if row == 0 { &[] } else { &self.tables[start..start + row] };
+        SeqView { layout: self.layout, table, slot: seq.slot }
     }
 }
 

@@ -113,10 +113,7 @@ fn quantize_elements<S: Source, Q: QuantByte>(x: &[S], q: &mut [Q], scale: f32) 
         let y = if y > Q_MAX { Q_MAX } else { y };
         let y = if y < -Q_MAX { -Q_MAX } else { y };
         let y = if x.is_nan() { 0.0 } else { y };
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "the low byte is the number"
-        )]
+        #[expect(clippy::cast_possible_truncation, reason = "the low byte is the number")]
         let bits = (y + ROUND).to_bits() as u8;
         *q = Q::from_bits(bits);
     }
@@ -192,11 +189,8 @@ pub fn dequantize_row(
 mod tests {
     use super::*;
 
-    const KINDS: [ScaleKind; 3] = [
-        ScaleKind::PerTokenHead,
-        ScaleKind::PerGroup32,
-        ScaleKind::PerTensor,
-    ];
+    const KINDS: [ScaleKind; 3] =
+        [ScaleKind::PerTokenHead, ScaleKind::PerGroup32, ScaleKind::PerTensor];
 
     struct Quantized {
         q: Vec<i8>,
@@ -216,12 +210,7 @@ mod tests {
         let mut back = vec![f32::NAN; x.len()];
         let counts = quantize_row(x, &mut q, &mut scales, kind, static_scale);
         dequantize_row(&q, &scales, kind, static_scale, &mut back);
-        Quantized {
-            q,
-            scales,
-            back,
-            counts,
-        }
+        Quantized { q, scales, back, counts }
     }
 
     /// The scale of element `i`.
@@ -238,24 +227,13 @@ mod tests {
         let done = quantized(x, kind, static_scale);
         // (k + 1/2) · scale has a place in f32 for a scale of 9 bits; for a static one of 24
         // bits the quotient's rounding shows.
-        let slack = if kind == ScaleKind::PerTensor {
-            1e-5
-        } else {
-            0.0
-        };
+        let slack = if kind == ScaleKind::PerTensor { 1e-5 } else { 0.0 };
         for (i, (&x, &back)) in x.iter().zip(&done.back).enumerate() {
             let scale = scale_of(&done, kind, static_scale, i);
             let bound = f64::from(scale) * (0.5 + slack);
-            let floor = if scale == 0.0 {
-                127.0 * f64::from(f32::MIN_POSITIVE)
-            } else {
-                0.0
-            };
+            let floor = if scale == 0.0 { 127.0 * f64::from(f32::MIN_POSITIVE) } else { 0.0 };
             let error = (f64::from(x) - f64::from(back)).abs();
-            assert!(
-                error <= bound.max(floor),
-                "{kind:?} {i}: {x} became {back}, scale {scale}"
-            );
+            assert!(error <= bound.max(floor), "{kind:?} {i}: {x} became {back}, scale {scale}");
             assert!(done.q[i] >= -127);
         }
         assert_eq!(done.counts, AppendCounts::default());
@@ -310,11 +288,7 @@ mod tests {
             let x = f32::from(i) / 64.0;
             let mut q = [0_i8];
             quantize_static(&[x], &mut q, 1.0, &mut AppendCounts::default());
-            assert_eq!(
-                f32::from(q[0]).to_bits() << 1,
-                x.round_ties_even().to_bits() << 1,
-                "{x}"
-            );
+            assert_eq!(f32::from(q[0]).to_bits() << 1, x.round_ties_even().to_bits() << 1, "{x}");
         }
     }
 
@@ -350,11 +324,7 @@ mod tests {
             x[63] = f32::NEG_INFINITY;
             let done = quantized(&x, kind, 0.01);
             assert_eq!(done.counts.nonfinite, 3, "{kind:?}");
-            assert_eq!(
-                (done.q[0], done.q[17], done.q[63]),
-                (0, 127, -127),
-                "{kind:?}"
-            );
+            assert_eq!((done.q[0], done.q[17], done.q[63]), (0, 127, -127), "{kind:?}");
             // The same as if the elements were 0.
             let mut zeroed = clean;
             for i in [0, 17, 63] {
@@ -370,11 +340,7 @@ mod tests {
 
     #[test]
     fn edge_48_nothing_finite_gives_a_zero_scale() {
-        let done = quantized(
-            &[f32::NAN, f32::INFINITY].repeat(16),
-            ScaleKind::PerTokenHead,
-            0.0,
-        );
+        let done = quantized(&[f32::NAN, f32::INFINITY].repeat(16), ScaleKind::PerTokenHead, 0.0);
         assert_eq!(done.scales[0].0, 0);
         assert_eq!(done.counts.nonfinite, 32);
         assert!(done.back.iter().all(|x| x.to_bits() == 0));
@@ -386,12 +352,6 @@ mod tests {
         x[..5].copy_from_slice(&[127.0, 127.4, 128.0, -1e30, f32::INFINITY]);
         let done = quantized(&x, ScaleKind::PerTensor, 1.0);
         assert_eq!(done.q[..5], [127, 127, 127, -127, 127]);
-        assert_eq!(
-            done.counts,
-            AppendCounts {
-                nonfinite: 1,
-                saturated: 3
-            }
-        );
+        assert_eq!(done.counts, AppendCounts { nonfinite: 1, saturated: 3 });
     }
 }

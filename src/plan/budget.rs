@@ -68,11 +68,7 @@ fn fit(
     drafts: &[Draft],
 ) -> Result<Measure, PlanError> {
     let measure = |n: u64| {
-        if contiguous_only {
-            Measure::Slots(clamp(n))
-        } else {
-            Measure::Blocks(n)
-        }
+        if contiguous_only { Measure::Slots(clamp(n)) } else { Measure::Blocks(n) }
     };
     let fits = |n: u64| match place(measure(n), limits, drafts) {
         Ok(sized) => sized.pool_bytes <= budget,
@@ -85,10 +81,7 @@ fn fit(
                 "one slot of limits.max_seq_len tokens",
                 "limits.max_seq_len, or use cache.mode = \"paged\"",
             )
-        } else if drafts
-            .iter()
-            .any(|draft| draft.kind == GroupKind::Contiguous)
-        {
+        } else if drafts.iter().any(|draft| draft.kind == GroupKind::Contiguous) {
             (
                 "all contiguous slots and one block",
                 "limits.max_seqs, limits.max_seq_len or cache.hybrid.contiguous_layers",
@@ -96,20 +89,11 @@ fn fit(
         } else {
             ("one block", "cache.tokens_per_block")
         };
-        return Err(PlanError::BudgetTooSmall {
-            what,
-            needed: smallest,
-            available: budget,
-            knobs,
-        });
+        return Err(PlanError::BudgetTooSmall { what, needed: smallest, available: budget, knobs });
     }
     // `fits` only turns from true to false as n grows: bisect.
     let mut low = 1;
-    let mut high = if contiguous_only {
-        u64::from(limits.max_seqs)
-    } else {
-        MAX_UNITS
-    };
+    let mut high = if contiguous_only { u64::from(limits.max_seqs) } else { MAX_UNITS };
     while low < high {
         let middle = low + (high - low).div_ceil(2);
         if fits(middle) {
@@ -153,12 +137,7 @@ fn place(measure: Measure, limits: &Limits, drafts: &[Draft]) -> Result<Sized, P
             max_blocks_per_seq: draft.max_blocks_per_seq,
         });
     }
-    Ok(Sized {
-        groups,
-        seq_slots,
-        pool_bytes: end,
-        group_padding,
-    })
+    Ok(Sized { groups, seq_slots, pool_bytes: end, group_padding })
 }
 
 /// The units of one group.

@@ -94,17 +94,8 @@ impl Plan {
     }
 
     fn write_groups(&self, out: &mut String) -> std::fmt::Result {
-        let header = [
-            "group",
-            "kind",
-            "layers",
-            "window",
-            "unit",
-            "tokens",
-            "unit bytes",
-            "units",
-            "bytes",
-        ];
+        let header =
+            ["group", "kind", "layers", "window", "unit", "tokens", "unit bytes", "units", "bytes"];
         let mut rows = vec![header.map(str::to_owned)];
         for (index, group) in self.groups.iter().enumerate() {
             rows.push([
@@ -114,9 +105,7 @@ impl Plan {
                     GroupKind::Paged => "paged".to_owned(),
                 },
                 layer_ranges(group),
-                group
-                    .window
-                    .map_or_else(|| "full".to_owned(), |window| grouped(window.into())),
+                group.window.map_or_else(|| "full".to_owned(), |window| grouped(window.into())),
                 match group.layout.addressing {
                     Addressing::Blocks => "block",
                     Addressing::Slot => "slot",
@@ -193,25 +182,19 @@ fn layer_ranges(group: &LayerGroup) -> String {
     }
     let shown: Vec<String> = ranges
         .iter()
-        .map(|(first, last)| {
-            if first == last {
-                first.to_string()
-            } else {
-                format!("{first}-{last}")
-            }
-        })
+        .map(
+            |(first, last)| {
+                if first == last { first.to_string() } else { format!("{first}-{last}") }
+            },
+        )
         .collect();
     shown.join(",")
 }
 
 /// Columns as wide as their widest cell; the first five to the left, numbers to the right.
 fn write_table(out: &mut String, rows: &[[String; 9]]) -> std::fmt::Result {
-    let width = |column: usize| {
-        rows.iter()
-            .map(|row| row[column].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
+    let width =
+        |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     for row in rows {
         let mut line = String::new();
         for (column, cell) in row.iter().enumerate() {

@@ -29,17 +29,9 @@ impl KvFormat {
     /// The format that a configuration asks for.
     #[must_use]
     pub fn of(config: &Config) -> Self {
-        let scale = (config.cache.format == Format::Int8).then(|| {
-            config
-                .cache
-                .int8
-                .as_ref()
-                .map_or(ScaleKind::default(), |int8| int8.scale)
-        });
-        Self {
-            element: config.cache.format,
-            scale,
-        }
+        let scale = (config.cache.format == Format::Int8)
+            .then(|| config.cache.int8.as_ref().map_or(ScaleKind::default(), |int8| int8.scale));
+        Self { element: config.cache.format, scale }
     }
 
     /// Bytes of one element.
@@ -114,10 +106,7 @@ mod tests {
             for step in 0..1000_u16 {
                 let value = (1.0 + f32::from(step) / 1000.0) * 2.0_f32.powi(exponent);
                 let scale = E8M8::round_up(value).to_f32();
-                assert!(
-                    scale >= value && scale <= value * (1.0 + 1.0 / 256.0),
-                    "{value}"
-                );
+                assert!(scale >= value && scale <= value * (1.0 + 1.0 / 256.0), "{value}");
                 assert_eq!(E8M8::round_up(scale).to_f32().to_bits(), scale.to_bits());
                 // 127 · scale is exact, so the largest element gives the same scale again.
                 assert_eq!((127.0 * scale / 127.0).to_bits(), scale.to_bits());

@@ -100,20 +100,13 @@ pub(super) fn drafts(
     let mut keys: Vec<(GroupKind, Option<u32>)> = Vec::new();
     let mut layers: Vec<Vec<LayerIdx>> = Vec::new();
     for (layer, (&window, &contiguous)) in (0..).zip(geometry.windows.iter().zip(&contiguous)) {
-        let kind = if contiguous {
-            GroupKind::Contiguous
-        } else {
-            GroupKind::Paged
-        };
+        let kind = if contiguous { GroupKind::Contiguous } else { GroupKind::Paged };
         let window = Some(window).filter(|w| *w > 0 && *w < limits.max_seq_len);
-        let at = keys
-            .iter()
-            .position(|key| *key == (kind, window))
-            .unwrap_or_else(|| {
-                keys.push((kind, window));
-                layers.push(Vec::new());
-                keys.len() - 1
-            });
+        let at = keys.iter().position(|key| *key == (kind, window)).unwrap_or_else(|| {
+            keys.push((kind, window));
+            layers.push(Vec::new());
+            keys.len() - 1
+        });
         layers[at].push(LayerIdx(layer));
     }
     keys.into_iter()
@@ -134,11 +127,7 @@ fn draft(
     window: Option<u32>,
     layers: Vec<LayerIdx>,
 ) -> Result<Draft, PlanError> {
-    let sink_tokens = if window.is_some() {
-        geometry.sink_tokens
-    } else {
-        0
-    };
+    let sink_tokens = if window.is_some() { geometry.sink_tokens } else { 0 };
     let tokens_per_block = config.cache.tokens_per_block;
     let (unit_tokens, addressing, ring_tokens) = match (kind, window) {
         (GroupKind::Paged, _) => (tokens_per_block, Addressing::Blocks, 0),
@@ -166,13 +155,7 @@ fn draft(
         .try_mul(u64::from(geometry.num_kv_heads))?
         .try_mul(row_bytes)?;
     let paged = kind == GroupKind::Paged;
-    let full = blocks_for(
-        limits.max_seq_len,
-        tokens_per_block,
-        window,
-        sink_tokens,
-        limits,
-    );
+    let full = blocks_for(limits.max_seq_len, tokens_per_block, window, sink_tokens, limits);
     Ok(Draft {
         kind,
         window,
@@ -189,11 +172,7 @@ fn draft(
         },
         bytes_per_token,
         blocks_per_full_seq: if paged { full } else { 0 },
-        max_blocks_per_seq: if paged {
-            limits.max_seq_len.div_ceil(tokens_per_block)
-        } else {
-            0
-        },
+        max_blocks_per_seq: if paged { limits.max_seq_len.div_ceil(tokens_per_block) } else { 0 },
     })
 }
 

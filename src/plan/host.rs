@@ -45,14 +45,9 @@ pub(super) fn terms(
     let num_groups = groups.len() as u64;
     let paged = || groups.iter().filter(|group| group.kind == GroupKind::Paged);
     let blocks: u64 = paged().map(|group| u64::from(group.layout.units)).sum();
-    let table_row: u64 = paged()
-        .map(|group| u64::from(group.max_blocks_per_seq))
-        .sum();
+    let table_row: u64 = paged().map(|group| u64::from(group.max_blocks_per_seq)).sum();
     let term = |what, size: u64, times: u64| -> Result<HostTerm, PlanError> {
-        Ok(HostTerm {
-            what,
-            bytes: Bytes(size).try_mul(times)?,
-        })
+        Ok(HostTerm { what, bytes: Bytes(size).try_mul(times)? })
     };
     // Entries of all rows of all tables.
     let table_entries = Bytes(slots).try_mul(table_row)?.get();
@@ -64,21 +59,13 @@ pub(super) fn terms(
         term("sequence records", SEQ_RECORD_BYTES, slots)?,
         // The list of free slots: u32 each.
         term("free sequence slots", 4, slots)?,
-        term(
-            "sequence state by group",
-            GROUP_STATE_BYTES,
-            slots * num_groups,
-        )?,
+        term("sequence state by group", GROUP_STATE_BYTES, slots * num_groups)?,
         // Sequences of the step under way.
         term("step: sequences", BATCH_SEQ_BYTES, batch_seqs)?,
         // u32 a token.
         term("step: positions", 4, batch_tokens)?,
         // u64 a token and group.
-        term(
-            "step: token slots",
-            8,
-            Bytes(batch_tokens).try_mul(num_groups)?.get(),
-        )?,
+        term("step: token slots", 8, Bytes(batch_tokens).try_mul(num_groups)?.get())?,
         // u32 a sequence: lengths after the step.
         term("step: sequence lengths", 4, batch_seqs)?,
         // CSR form, built when asked for: indptr, last block length, and the indices.

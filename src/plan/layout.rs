@@ -118,12 +118,8 @@ impl GroupLayout {
             .try_mul(u64::from(shape.num_layers))?
             .try_mul(u64::from(shape.num_kv_heads))?
             .try_mul(u64::from(shape.unit_tokens))?;
-        let data = rows
-            .try_mul(u64::from(shape.head_dim))?
-            .try_mul(u64::from(element_bytes))?;
-        let scales = rows
-            .try_mul(u64::from(scales_per_row))?
-            .try_mul(u64::from(SCALE_BYTES))?;
+        let data = rows.try_mul(u64::from(shape.head_dim))?.try_mul(u64::from(element_bytes))?;
+        let scales = rows.try_mul(u64::from(scales_per_row))?.try_mul(u64::from(SCALE_BYTES))?;
         let used = data.try_add(scales)?;
         let unit = used.align_up(UNIT_ALIGN)?;
         Bytes(base).try_add(unit.try_mul(u64::from(units))?)?;
@@ -216,14 +212,8 @@ impl GroupLayout {
     #[must_use]
     pub const fn split_slot(&self, token_slot: u64) -> (u32, u32) {
         let per_unit = self.unit_tokens as u64;
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "units and unit_tokens are u32"
-        )]
-        (
-            (token_slot / per_unit) as u32,
-            (token_slot % per_unit) as u32,
-        )
+        #[expect(clippy::cast_possible_truncation, reason = "units and unit_tokens are u32")]
+        ((token_slot / per_unit) as u32, (token_slot % per_unit) as u32)
     }
 }
 
@@ -249,10 +239,7 @@ impl SeqView<'_> {
         match layout.addressing {
             Addressing::Blocks => {
                 let shift = layout.unit_tokens.trailing_zeros();
-                (
-                    self.table[(position >> shift) as usize],
-                    position & (layout.unit_tokens - 1),
-                )
+                (self.table[(position >> shift) as usize], position & (layout.unit_tokens - 1))
             }
             Addressing::Slot => (self.slot, position),
             Addressing::Ring if position < layout.sink_tokens => (self.slot, position),
@@ -299,9 +286,5 @@ pub const fn visible(position: u32, window: u32, sink_tokens: u32) -> (u32, u32)
         return (0, 0);
     }
     let from = position + 1 - window;
-    if from <= sink_tokens {
-        (0, 0)
-    } else {
-        (sink_tokens, from)
-    }
+    if from <= sink_tokens { (0, 0) } else { (sink_tokens, from) }
 }

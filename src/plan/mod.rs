@@ -122,36 +122,23 @@ impl Plan {
         let drafts = group::drafts(config, geometry, &limits, format)?;
         let sized = budget::size(config, &limits, &drafts)?;
 
-        let mut layers = vec![
-            LayerPlace {
-                group: GroupIdx(0),
-                index: 0
-            };
-            geometry.windows.len()
-        ];
+        let mut layers = vec![LayerPlace { group: GroupIdx(0), index: 0 }; geometry.windows.len()];
         for (g, group) in (0..).zip(&sized.groups) {
             for (index, layer) in (0..).zip(&group.layers) {
-                layers[layer.index()] = LayerPlace {
-                    group: GroupIdx(g),
-                    index,
-                };
+                layers[layer.index()] = LayerPlace { group: GroupIdx(g), index };
             }
         }
-        let padding = sized
-            .groups
-            .iter()
-            .try_fold(sized.group_padding, |sum, group| {
-                let units = u64::from(group.layout.units);
-                sum.try_add(Bytes(group.layout.unit_padding_bytes).try_mul(units)?)
-            })?;
+        let padding = sized.groups.iter().try_fold(sized.group_padding, |sum, group| {
+            let units = u64::from(group.layout.units);
+            sum.try_add(Bytes(group.layout.unit_padding_bytes).try_mul(units)?)
+        })?;
         let bytes_per_token = sized
             .groups
             .iter()
             .try_fold(Bytes::ZERO, |sum, group| sum.try_add(group.bytes_per_token))?;
         let host_terms = host::terms(geometry, &limits, &sized.groups, sized.seq_slots)?;
-        let host_bytes = host_terms
-            .iter()
-            .try_fold(Bytes::ZERO, |sum, term| sum.try_add(term.bytes))?;
+        let host_bytes =
+            host_terms.iter().try_fold(Bytes::ZERO, |sum, term| sum.try_add(term.bytes))?;
         Ok(Self {
             geometry: geometry.clone(),
             mode: config.cache.mode,
@@ -182,10 +169,7 @@ impl Plan {
     /// The static scales of a layer; zeros where scales are computed on append.
     #[must_use]
     pub fn scales_of(&self, layer: LayerIdx) -> LayerScales {
-        self.static_scales
-            .get(layer.index())
-            .copied()
-            .unwrap_or_default()
+        self.static_scales.get(layer.index()).copied().unwrap_or_default()
     }
 
     /// Blocks of group `group` that a sequence of `len` tokens can hold at once, at most; 0 for a
@@ -232,18 +216,11 @@ impl Plan {
 /// Fills in the limits' defaults and refuses contradictions.
 fn limits(config: &Config, geometry: &Geometry) -> Result<Limits, PlanError> {
     let given = &config.limits;
-    let smallest_window = geometry
-        .windows
-        .iter()
-        .copied()
-        .filter(|w| *w > 0)
-        .min()
-        .unwrap_or(u32::MAX);
+    let smallest_window =
+        geometry.windows.iter().copied().filter(|w| *w > 0).min().unwrap_or(u32::MAX);
     let natural = given.max_batch_tokens.min(given.max_seq_len);
-    let max_step_tokens = given
-        .max_step_tokens
-        .unwrap_or(natural.min(smallest_window))
-        .min(given.max_seq_len);
+    let max_step_tokens =
+        given.max_step_tokens.unwrap_or(natural.min(smallest_window)).min(given.max_seq_len);
     if given.max_rewind_tokens > given.max_seq_len {
         return Err(PlanError::Contradiction {
             key: "limits.max_rewind_tokens",
@@ -277,10 +254,7 @@ fn static_scales(config: &Config, geometry: &Geometry) -> Vec<LayerScales> {
         None => 0.0,
     };
     (0..geometry.windows.len())
-        .map(|layer| LayerScales {
-            k: at(&int8.k_scale, layer),
-            v: at(&int8.v_scale, layer),
-        })
+        .map(|layer| LayerScales { k: at(&int8.k_scale, layer), v: at(&int8.v_scale, layer) })
         .collect()
 }
 

@@ -61,11 +61,7 @@ impl CpuWorkspace {
         let scales = Bytes(2).try_mul(u64::from(TILE_TOKENS))?;
         // The split under way, and the sum of those before it.
         let partials = Bytes(self.partial_len()?).try_mul(2)?;
-        Ok(queries
-            .try_add(scores)?
-            .try_add(scales)?
-            .try_add(partials)?
-            .get())
+        Ok(queries.try_add(scores)?.try_add(scales)?.try_add(partials)?.get())
     }
 
     /// (row, KV head) pairs whose splits may be dealt out one by one: fewer than
@@ -85,18 +81,15 @@ impl CpuWorkspace {
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn bytes(&self) -> Result<Bytes, Overflow> {
         // Every thread has its own.
-        let scratch = Bytes(self.scratch_len()?)
-            .try_mul(4)?
-            .try_mul(u64::from(self.threads))?;
+        let scratch = Bytes(self.scratch_len()?).try_mul(4)?.try_mul(u64::from(self.threads))?;
         // One a pair and split. [split_pairs, max_splits, partial_len]
         let partials = Bytes(self.partial_len()?)
             .try_mul(4)?
             .try_mul(u64::from(self.max_splits))?
             .try_mul(self.split_pairs())?;
         // The reference's accumulators in f64. [threads, head_dim]
-        let reference = Bytes(8)
-            .try_mul(u64::from(self.head_dim))?
-            .try_mul(u64::from(self.threads))?;
+        let reference =
+            Bytes(8).try_mul(u64::from(self.head_dim))?.try_mul(u64::from(self.threads))?;
         scratch.try_add(partials)?.try_add(reference)
     }
 }

@@ -186,10 +186,7 @@ impl BlockStore {
     /// Changes the number of promised blocks. The caller has checked [`Self::unpromised`].
     pub fn promise(&mut self, more: u32, fewer: u32) {
         self.promised = self.promised + more - fewer;
-        debug_assert!(
-            self.promised <= self.available(),
-            "more promised than there is"
-        );
+        debug_assert!(self.promised <= self.available(), "more promised than there is");
     }
 
     /// Takes a block with one reference: a free one, or else the oldest cached one, evicted.
@@ -217,10 +214,7 @@ impl BlockStore {
         let limit = self.ref_limit;
         let record = self.active(block)?;
         if record.refs >= limit {
-            return Err(CacheError::TooManyRefs {
-                block: block.0,
-                limit,
-            });
+            return Err(CacheError::TooManyRefs { block: block.0, limit });
         }
         record.refs += 1;
         Ok(())
@@ -255,10 +249,7 @@ impl BlockStore {
         let youngest = self.cached_youngest;
         let record = self.active(block)?;
         if record.refs != 1 {
-            return Err(CacheError::TooManyRefs {
-                block: block.0,
-                limit: 1,
-            });
+            return Err(CacheError::TooManyRefs { block: block.0, limit: 1 });
         }
         record.refs = 0;
         record.state = BlockState::Cached;
@@ -323,9 +314,7 @@ impl BlockStore {
     /// The state, references and generation of a block.
     #[must_use]
     pub fn get(&self, block: BlockId) -> Option<(BlockState, u32, u64)> {
-        self.records
-            .get(block.index())
-            .map(|record| (record.state, record.refs, record.generation))
+        self.records.get(block.index()).map(|record| (record.state, record.refs, record.generation))
     }
 
     /// The free blocks, next to be taken first.
@@ -360,16 +349,12 @@ impl BlockStore {
         let (free, cached) = (in_state(BlockState::Free), in_state(BlockState::Cached));
         let active = in_state(BlockState::Active);
         let listed = |list: &mut dyn Iterator<Item = BlockId>, state| {
-            list.filter(|block| self.records[block.index()].state == state)
-                .count()
+            list.filter(|block| self.records[block.index()].state == state).count()
         };
         let free_listed = listed(&mut self.free_list(), BlockState::Free);
         let cached_listed = listed(&mut self.cached_list(), BlockState::Cached);
         if free != self.free as usize || free_listed != free {
-            return fail(format!(
-                "{free} free, {free_listed} on the list, {} counted",
-                self.free
-            ));
+            return fail(format!("{free} free, {free_listed} on the list, {} counted", self.free));
         }
         if cached != self.cached as usize || cached_listed != cached {
             return fail(format!(
@@ -381,11 +366,7 @@ impl BlockStore {
             return fail("free + active + cached is not the total".to_owned());
         }
         if self.promised > self.available() {
-            return fail(format!(
-                "{} promised of {} available",
-                self.promised,
-                self.available()
-            ));
+            return fail(format!("{} promised of {} available", self.promised, self.available()));
         }
         for (id, record) in self.records.iter().enumerate() {
             if (record.refs > 0) != (record.state == BlockState::Active) {
@@ -403,11 +384,7 @@ impl BlockStore {
 
     fn active(&mut self, block: BlockId) -> Result<&mut Record, CacheError> {
         let group = self.group;
-        let stale = |generation| CacheError::StaleBlock {
-            group,
-            block: block.0,
-            generation,
-        };
+        let stale = |generation| CacheError::StaleBlock { group, block: block.0, generation };
         match self.records.get_mut(block.index()) {
             Some(record) if record.state == BlockState::Active => Ok(record),
             Some(record) => Err(stale(record.generation)),
@@ -416,10 +393,6 @@ impl BlockStore {
     }
 
     fn stale(&self, block: BlockId, generation: u64) -> CacheError {
-        CacheError::StaleBlock {
-            group: self.group,
-            block: block.0,
-            generation,
-        }
+        CacheError::StaleBlock { group: self.group, block: block.0, generation }
     }
 }

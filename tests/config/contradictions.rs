@@ -7,15 +7,9 @@ use super::{GOOD, INT8, JOB, read, refused, refused_line, with_line};
 #[test]
 fn edge_64_scales_for_a_cache_that_is_not_int8() {
     let text = with_line(INT8, 12, "format = \"f16\"");
-    let parts = [
-        "cache.format = \"f16\" has none",
-        "; remove [cache.int8], or write",
-    ];
+    let parts = ["cache.format = \"f16\" has none", "; remove [cache.int8], or write"];
     refused(&text, "t.toml:13: cache.int8: holds scales", &parts);
-    let parts = [
-        "\"per-token-head\" computes its scales",
-        "or write cache.int8.scale",
-    ];
+    let parts = ["\"per-token-head\" computes its scales", "or write cache.int8.scale"];
     let text = with_line(INT8, 14, "");
     refused(&text, "t.toml:15: cache.int8.k_scale: ", &parts);
 }
@@ -23,61 +17,25 @@ fn edge_64_scales_for_a_cache_that_is_not_int8() {
 #[test]
 fn edge_64_one_model_only() {
     let text = with_line(GOOD, 2, "num_layers = 4\npreset = \"llama-3-8b\"");
-    refused(
-        &text,
-        "t.toml:2: model.num_layers: model.preset is given too",
-        &["; remove"],
-    );
+    refused(&text, "t.toml:2: model.num_layers: model.preset is given too", &["; remove"]);
     let line = "preset = \"gemma-3-1b\"\nhf_config = \"c.json\"";
-    refused(
-        &with_line(JOB, 2, line),
-        "t.toml:3: model.hf_config: model.preset is given",
-        &[],
-    );
-    refused(
-        &with_line(JOB, 2, ""),
-        "t.toml:1: model: names no model; give model.preset",
-        &[],
-    );
+    refused(&with_line(JOB, 2, line), "t.toml:3: model.hf_config: model.preset is given", &[]);
+    refused(&with_line(JOB, 2, ""), "t.toml:1: model: names no model; give model.preset", &[]);
     let near = "there is no preset \"gemma-3-1B\"; did you mean \"gemma-3-1b\"?";
-    refused_line(
-        JOB,
-        2,
-        "preset = \"gemma-3-1B\"",
-        "model.preset",
-        &[near, "llama-2-7b"],
-    );
+    refused_line(JOB, 2, "preset = \"gemma-3-1B\"", "model.preset", &[near, "llama-2-7b"]);
     let text = with_line(GOOD, 6, "sink_tokens = 4");
-    refused(
-        &text,
-        "t.toml:6: model.sink_tokens: is 4, and no layer",
-        &["; remove it"],
-    );
+    refused(&text, "t.toml:6: model.sink_tokens: is 4, and no layer", &["; remove it"]);
 }
 
 #[test]
 fn edge_64_limits_that_exclude_each_other() {
     let line = "max_batch_tokens = 256\nmax_step_tokens = 257";
     let text = with_line(GOOD, 11, line);
-    let parts = [
-        "limits.max_batch_tokens is 256",
-        "expected a whole number of tokens from 1",
-    ];
-    refused(
-        &text,
-        "t.toml:12: limits.max_step_tokens: 257 is out of range",
-        &parts,
-    );
+    let parts = ["limits.max_batch_tokens is 256", "expected a whole number of tokens from 1"];
+    refused(&text, "t.toml:12: limits.max_step_tokens: 257 is out of range", &parts);
     let text = with_line(GOOD, 11, "max_batch_tokens = 256\nmax_rewind_tokens = 513");
-    let parts = [
-        "limits.max_seq_len is 512",
-        "expected a whole number of tokens from 0",
-    ];
-    refused(
-        &text,
-        "t.toml:12: limits.max_rewind_tokens: 513 is out of range",
-        &parts,
-    );
+    let parts = ["limits.max_seq_len is 512", "expected a whole number of tokens from 0"];
+    refused(&text, "t.toml:12: limits.max_rewind_tokens: 513 is out of range", &parts);
 }
 
 #[test]
@@ -88,24 +46,14 @@ fn edge_64_contiguous_layers_belong_to_a_hybrid() {
     };
     let start =
         "t.toml:23: cache.hybrid: names contiguous layers, and cache.mode = \"paged\"; remove";
-    refused(
-        &hybrid("paged", "\"first:1\""),
-        start,
-        &["cache.mode = \"hybrid\""],
-    );
+    refused(&hybrid("paged", "\"first:1\""), start, &["cache.mode = \"hybrid\""]);
     for (layers, problem) in [
         ("\"all\"", "\"all\" names no layers; expected \"windowed\""),
-        (
-            "\"first:5\"",
-            "\"first:5\" is out of range; the model has 4 layers; expected",
-        ),
+        ("\"first:5\"", "\"first:5\" is out of range; the model has 4 layers; expected"),
         ("\"2..2\"", "\"2..2\" is an empty range of layers; expected"),
         ("[]", "is an empty list; expected"),
         ("[1, 1]", "layer 1 is listed twice; expected"),
-        (
-            "[4]",
-            "layer 4 does not exist; the model has 4, counted from 0; expected",
-        ),
+        ("[4]", "layer 4 does not exist; the model has 4, counted from 0; expected"),
         ("7", "found the integer 7; expected \"windowed\""),
         (
             "\"first:4\"",
@@ -117,10 +65,7 @@ fn edge_64_contiguous_layers_belong_to_a_hybrid() {
         refused(&hybrid("hybrid", layers), &start, &[]);
     }
     let source = read(&hybrid("hybrid", "\"1..3\"")).unwrap();
-    assert_eq!(
-        contiguous_set(&source.config, &source.geometry),
-        [false, true, true, false]
-    );
+    assert_eq!(contiguous_set(&source.config, &source.geometry), [false, true, true, false]);
     let none = with_line(&with_line(GOOD, 6, ""), 14, "mode = \"hybrid\"");
     refused(
         &none,
@@ -132,41 +77,13 @@ fn edge_64_contiguous_layers_belong_to_a_hybrid() {
 #[test]
 fn edge_64_workload_keys_of_another_kind() {
     let of_generator = "does not belong to workload.kind = \"generator\"; remove it";
-    refused_line(
-        JOB,
-        11,
-        "path = \"t.csv\"",
-        "workload.path",
-        &[of_generator],
-    );
-    refused_line(
-        JOB,
-        11,
-        "length_scale = 1.0",
-        "workload.length_scale",
-        &[of_generator],
-    );
+    refused_line(JOB, 11, "path = \"t.csv\"", "workload.path", &[of_generator]);
+    refused_line(JOB, 11, "length_scale = 1.0", "workload.length_scale", &[of_generator]);
     let text = with_line(JOB, 11, "");
-    refused(
-        &text,
-        "t.toml:9: workload.requests: is missing; workload.kind = \"generator\"",
-        &[],
-    );
-    let text = with_line(
-        &with_line(JOB, 10, "kind = \"azure-csv\""),
-        11,
-        "path = \"t.csv\"",
-    );
-    refused(
-        &text,
-        "t.toml:12: workload.prompt_tokens: does not belong to workload.kind",
-        &[],
-    );
-    let text = with_line(
-        &with_line(&text, 12, "length_scale = 0.5"),
-        13,
-        "requests = 9",
-    );
+    refused(&text, "t.toml:9: workload.requests: is missing; workload.kind = \"generator\"", &[]);
+    let text = with_line(&with_line(JOB, 10, "kind = \"azure-csv\""), 11, "path = \"t.csv\"");
+    refused(&text, "t.toml:12: workload.prompt_tokens: does not belong to workload.kind", &[]);
+    let text = with_line(&with_line(&text, 12, "length_scale = 0.5"), 13, "requests = 9");
     assert!(read(&text).is_ok());
     refused_line(
         &text,
@@ -177,28 +94,12 @@ fn edge_64_workload_keys_of_another_kind() {
     );
 
     for (distribution, key, problem) in [
-        (
-            "{ dist = \"uniform\", min = 9, max = 8 }",
-            ".min",
-            "is 9, more than max = 8",
-        ),
+        ("{ dist = \"uniform\", min = 9, max = 8 }", ".min", "is 9, more than max = 8"),
         ("{ dist = \"uniform\", min = 0, max = 8 }", ".min", "is 0"),
         ("{ dist = \"uniform\", min = 1 }", ".max", "is missing"),
-        (
-            "{ dist = \"fixed\", value = 8, min = 1 }",
-            ".min",
-            "does not belong to dist = \"fixed\"",
-        ),
-        (
-            "{ dist = \"fixed\", value = 8.5 }",
-            ".value",
-            "found the float 8.5",
-        ),
-        (
-            "{ dist = \"normal\" }",
-            ".dist",
-            "found the string \"normal\"",
-        ),
+        ("{ dist = \"fixed\", value = 8, min = 1 }", ".min", "does not belong to dist = \"fixed\""),
+        ("{ dist = \"fixed\", value = 8.5 }", ".value", "found the float 8.5"),
+        ("{ dist = \"normal\" }", ".dist", "found the string \"normal\""),
         (
             "{ dist = \"lognormal\", median = 9, sigma = -1.0, min = 1, max = 9 }",
             ".sigma",
@@ -214,25 +115,13 @@ fn edge_64_workload_keys_of_another_kind() {
 
 #[test]
 fn edge_64_variants_are_checked_like_files() {
-    let scale = [
-        "the variant's format is f32, which has no scales",
-        "or give the variant format",
-    ];
+    let scale = ["the variant's format is f32, which has no scales", "or give the variant format"];
     let text = with_line(JOB, 19, "format = \"f32\"");
     refused(&text, "t.toml:20: variant.1.scale: ", &scale);
     let text = with_line(JOB, 16, "mode = \"paged\"\ncontiguous_layers = [0]");
-    let parts = [
-        "the variant's mode is paged",
-        "or give the variant mode = \"hybrid\"",
-    ];
+    let parts = ["the variant's mode is paged", "or give the variant mode = \"hybrid\""];
     refused(&text, "t.toml:17: variant.0.contiguous_layers: ", &parts);
-    refused_line(
-        JOB,
-        16,
-        "threads = 1025",
-        "variant.0.threads",
-        &["out of range", "to 1024"],
-    );
+    refused_line(JOB, 16, "threads = 1025", "variant.0.threads", &["out of range", "to 1024"]);
     refused_line(
         JOB,
         16,
@@ -240,13 +129,7 @@ fn edge_64_variants_are_checked_like_files() {
         "variant.0.capacity",
         &["is no capacity", "tokens:N"],
     );
-    refused_line(
-        JOB,
-        16,
-        "tokens_per_block = 12",
-        "variant.0.tokens_per_block",
-        &["expected 8"],
-    );
+    refused_line(JOB, 16, "tokens_per_block = 12", "variant.0.tokens_per_block", &["expected 8"]);
     refused_line(
         JOB,
         16,
@@ -254,20 +137,8 @@ fn edge_64_variants_are_checked_like_files() {
         "variant.0.contiguous_layers",
         &["26 does not"],
     );
-    refused_line(
-        JOB,
-        18,
-        "name = \"a\"",
-        "variant.1.name",
-        &["is the name of variant.0 too"],
-    );
-    refused_line(
-        JOB,
-        18,
-        "name = \"\"",
-        "variant.1.name",
-        &["is empty; expected a name"],
-    );
+    refused_line(JOB, 18, "name = \"a\"", "variant.1.name", &["is the name of variant.0 too"]);
+    refused_line(JOB, 18, "name = \"\"", "variant.1.name", &["is empty; expected a name"]);
     // What the variant does not set itself, but breaks.
     let text = with_line(JOB, 20, "scale = \"per-tensor\"");
     let start = "t.toml:17: variant.1: with variant \"b\", cache.int8.k_scale: is missing";

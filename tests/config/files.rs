@@ -17,44 +17,22 @@ fn edge_63_duplicate_keys() {
         &[],
     );
     let text = with_line(GOOD, 18, "[limits]");
-    refused(
-        &text,
-        "t.toml:18: limits: duplicate key, given on line 8 already; expected",
-        &[],
-    );
+    refused(&text, "t.toml:18: limits: duplicate key, given on line 8 already; expected", &[]);
 }
 
 #[test]
 fn edge_63_duplicate_keys_of_inline_tables_and_variants() {
     let line = "prompt_tokens = { dist = \"fixed\", value = 1, value = 2 }";
-    refused_line(
-        JOB,
-        12,
-        line,
-        "workload.prompt_tokens.value",
-        &["duplicate key; expected"],
-    );
+    refused_line(JOB, 12, line, "workload.prompt_tokens.value", &["duplicate key; expected"]);
     let text = with_line(JOB, 16, "name = \"c\"");
     refused(&text, "t.toml:16: variant.name: duplicate key", &[]);
 }
 
 #[test]
 fn edge_63_syntax() {
-    refused(
-        &with_line(GOOD, 9, "max_seqs = "),
-        "t.toml:9: is no TOML: ",
-        &[],
-    );
-    refused(
-        &with_line(GOOD, 9, "max_seqs 4"),
-        "t.toml:9: is no TOML: ",
-        &["expected"],
-    );
-    refused(
-        &with_line(GOOD, 14, "mode = \"paged"),
-        "t.toml:14: is no TOML: ",
-        &[],
-    );
+    refused(&with_line(GOOD, 9, "max_seqs = "), "t.toml:9: is no TOML: ", &[]);
+    refused(&with_line(GOOD, 9, "max_seqs 4"), "t.toml:9: is no TOML: ", &["expected"]);
+    refused(&with_line(GOOD, 14, "mode = \"paged"), "t.toml:14: is no TOML: ", &[]);
     let deep = format!("a = {}", "[".repeat(100_000));
     refused(&deep, "t.toml:1: is no TOML: ", &[]);
 }
@@ -75,10 +53,7 @@ fn edge_63_files_that_are_no_configuration() {
         assert_eq!(found, at(expected), "{empty:?}");
     }
     let latin1 = message(b"[model]\n# caf\xe9\n");
-    assert_eq!(
-        latin1,
-        at(":2: byte 0xe9 is not UTF-8; expected a text file in UTF-8")
-    );
+    assert_eq!(latin1, at(":2: byte 0xe9 is not UTF-8; expected a text file in UTF-8"));
     let junk = message(&vec![b'x'; 10_000_000]);
     let expected =
         ": cannot be read: it is too large; expected a configuration of at most 1,048,576 bytes";
@@ -93,13 +68,8 @@ fn edge_63_files_that_are_no_configuration() {
     assert!(read(&padded).unwrap_err().to_string().contains("too large"));
 
     let directory = load(folder.path(), &[]).unwrap_err().to_string();
-    assert!(
-        directory.ends_with("cannot be read: is a directory; expected a file"),
-        "{directory}"
-    );
-    let missing = load(&folder.path().join("none.toml"), &[])
-        .unwrap_err()
-        .to_string();
+    assert!(directory.ends_with("cannot be read: is a directory; expected a file"), "{directory}");
+    let missing = load(&folder.path().join("none.toml"), &[]).unwrap_err().to_string();
     assert!(missing.contains("none.toml: cannot be read: "), "{missing}");
 }
 
@@ -158,44 +128,17 @@ fn edge_63_overrides() {
     assert_eq!(source.config.cache.mode, CacheMode::Contiguous);
     assert_eq!(source.origin("cache.mode"), Origin::Override);
     let path = Path::new("t.toml").to_owned();
-    assert_eq!(
-        source.origin("cache.format"),
-        Origin::File { path, line: 16 }
-    );
+    assert_eq!(source.origin("cache.format"), Origin::File { path, line: 16 });
 
     for (argument, start) in [
-        (
-            "limits.max_seq=4",
-            "--set: limits.max_seq: unknown key; did you mean max_seqs?",
-        ),
-        (
-            "limits.max_seqs=0",
-            "--set: limits.max_seqs: 0 is out of range; expected a whole",
-        ),
-        (
-            "limits.max_seqs=many",
-            "--set: limits.max_seqs: found the string \"many\"; expected",
-        ),
-        (
-            "limits=4",
-            "--set: limits: found the integer 4; expected a table [limits]",
-        ),
-        (
-            "limits.max_seqs.x=4",
-            "--set \"limits.max_seqs.x=4\": limits.max_seqs is the integer 4",
-        ),
-        (
-            "limits.max_seqs",
-            "--set \"limits.max_seqs\": has no =; write --set key=value",
-        ),
-        (
-            "pool.capacity=16 GiBs",
-            "--set: pool.capacity: \"16 GiBs\" is no capacity; expected",
-        ),
-        (
-            "cache.int8.scale=per-tensor",
-            "--set: cache.int8: holds scales",
-        ),
+        ("limits.max_seq=4", "--set: limits.max_seq: unknown key; did you mean max_seqs?"),
+        ("limits.max_seqs=0", "--set: limits.max_seqs: 0 is out of range; expected a whole"),
+        ("limits.max_seqs=many", "--set: limits.max_seqs: found the string \"many\"; expected"),
+        ("limits=4", "--set: limits: found the integer 4; expected a table [limits]"),
+        ("limits.max_seqs.x=4", "--set \"limits.max_seqs.x=4\": limits.max_seqs is the integer 4"),
+        ("limits.max_seqs", "--set \"limits.max_seqs\": has no =; write --set key=value"),
+        ("pool.capacity=16 GiBs", "--set: pool.capacity: \"16 GiBs\" is no capacity; expected"),
+        ("cache.int8.scale=per-tensor", "--set: cache.int8: holds scales"),
     ] {
         let message = with(argument).unwrap_err().to_string();
         assert!(message.starts_with(start), "{message}\n{start}");

@@ -104,10 +104,7 @@ fn refused(text: &str, start: &str, parts: &[&str]) {
         Err(error) => error.to_string(),
         Ok(_) => panic!("accepted: {text}"),
     };
-    assert!(
-        message.starts_with(start),
-        "{message}\nshould start with\n{start}"
-    );
+    assert!(message.starts_with(start), "{message}\nshould start with\n{start}");
     for part in parts {
         assert!(message.contains(part), "{message}\nshould contain\n{part}");
     }
@@ -116,11 +113,7 @@ fn refused(text: &str, start: &str, parts: &[&str]) {
 /// [`refused`] for a file of which one line is replaced.
 #[track_caller]
 fn refused_line(text: &str, line: usize, replacement: &str, key: &str, parts: &[&str]) {
-    refused(
-        &with_line(text, line, replacement),
-        &format!("t.toml:{line}: {key}: "),
-        parts,
-    );
+    refused(&with_line(text, line, replacement), &format!("t.toml:{line}: {key}: "), parts);
 }
 
 #[test]
@@ -136,15 +129,9 @@ fn a_good_file_is_read_as_it_stands() {
     assert_eq!(names, ["a", "b"]);
     assert_eq!(variants[0].1.cache.mode, CacheMode::Paged);
     assert_eq!(variants[1].1.cache.format, Format::Int8);
-    assert_eq!(
-        contiguous_set(&variants[0].1, &source.geometry),
-        [false; 26]
-    );
+    assert_eq!(contiguous_set(&variants[0].1, &source.geometry), [false; 26]);
     let windowed = contiguous_set(&variants[1].1, &source.geometry);
-    assert_eq!(
-        windowed.iter().filter(|contiguous| **contiguous).count(),
-        22
-    );
+    assert_eq!(windowed.iter().filter(|contiguous| **contiguous).count(), 22);
 
     let good = read(GOOD).unwrap();
     let variants = good.variants();
@@ -170,9 +157,8 @@ fn a_config_is_written_as_toml_that_reads_back() {
             .chain(source.variants().into_iter().map(|(_, config)| config))
         {
             let text = toml::to_string_pretty(&config).unwrap();
-            let again: Config = read(&text)
-                .unwrap_or_else(|error| panic!("{error}\n{text}"))
-                .config;
+            let again: Config =
+                read(&text).unwrap_or_else(|error| panic!("{error}\n{text}")).config;
             assert_eq!(again, config, "{text}");
         }
     }

@@ -15,10 +15,7 @@ fn edge_20_a_window_pattern_shorter_than_the_layers_is_repeated() {
         let text = with_line(GOOD, 6, &format!("attention_window = {pattern}"));
         assert_eq!(read(&text).unwrap().geometry.windows, windows, "{pattern}");
     }
-    assert_eq!(
-        read(&with_line(GOOD, 6, "")).unwrap().geometry.windows,
-        [0; 4]
-    );
+    assert_eq!(read(&with_line(GOOD, 6, "")).unwrap().geometry.windows, [0; 4]);
 }
 
 #[test]
@@ -26,27 +23,9 @@ fn edge_20_a_window_pattern_longer_than_the_layers_is_refused() {
     let key = "model.attention_window";
     let expectation = "expected a list of window lengths";
     let line = "attention_window = [1, 2, 3, 4, 5]";
-    refused_line(
-        GOOD,
-        6,
-        line,
-        key,
-        &["has 5 entries, and the model has 4 layers", expectation],
-    );
-    refused_line(
-        GOOD,
-        6,
-        "attention_window = []",
-        key,
-        &["is an empty list", expectation],
-    );
-    refused_line(
-        GOOD,
-        6,
-        "attention_window = 128",
-        key,
-        &["found the integer 128", expectation],
-    );
+    refused_line(GOOD, 6, line, key, &["has 5 entries, and the model has 4 layers", expectation]);
+    refused_line(GOOD, 6, "attention_window = []", key, &["is an empty list", expectation]);
+    refused_line(GOOD, 6, "attention_window = 128", key, &["found the integer 128", expectation]);
     let line = "attention_window = [128, -1]";
     let key = "model.attention_window.1";
     refused_line(GOOD, 6, line, key, &["found the integer -1", expectation]);
@@ -72,28 +51,14 @@ fn edge_53_unusable_scales_are_refused_by_name() {
         refused_line(INT8, 15, &line, "cache.int8.k_scale", &[shown, expectation]);
     }
     // An entry of a list has a line of its own.
-    refused_line(
-        INT8,
-        18,
-        "-0.125,",
-        "cache.int8.v_scale.1",
-        &["-0.125 is no finite"],
-    );
+    refused_line(INT8, 18, "-0.125,", "cache.int8.v_scale.1", &["-0.125 is no finite"]);
 }
 
 #[test]
 fn edge_53_an_absent_scale_is_refused_by_name() {
     let text = with_line(INT8, 15, "");
     // What is not there is reported where it belongs: at the header of its table.
-    refused(
-        &text,
-        "t.toml:13: cache.int8.k_scale: is missing",
-        &["per-tensor", "; expected a"],
-    );
+    refused(&text, "t.toml:13: cache.int8.k_scale: is missing", &["per-tensor", "; expected a"]);
     let start = INT8.find("v_scale").unwrap();
-    refused(
-        &INT8[..start],
-        "t.toml:13: cache.int8.v_scale: is missing",
-        &["; expected a"],
-    );
+    refused(&INT8[..start], "t.toml:13: cache.int8.v_scale: is missing", &["; expected a"]);
 }

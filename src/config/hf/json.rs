@@ -10,10 +10,7 @@ use crate::error::{ConfigError, Origin};
 /// Reads a JSON text.
 pub(super) fn parse(text: &str, path: &Path) -> Result<Value, ConfigError> {
     serde_json::from_str(text).map_err(|error| ConfigError::Syntax {
-        origin: Origin::File {
-            path: path.to_owned(),
-            line: error.line(),
-        },
+        origin: Origin::File { path: path.to_owned(), line: error.line() },
         problem: format!("is no JSON: {error}"),
     })
 }
@@ -43,17 +40,9 @@ impl<'a> Object<'a> {
     /// The object that the file consists of.
     pub(super) fn root(root: &'a Value, text: &str, path: &'a Path) -> Result<Self, ConfigError> {
         match root {
-            Value::Object(map) => Ok(Self {
-                map,
-                path,
-                prefix: String::new(),
-                lines: lines(text),
-            }),
+            Value::Object(map) => Ok(Self { map, path, prefix: String::new(), lines: lines(text) }),
             other => Err(ConfigError::Syntax {
-                origin: Origin::File {
-                    path: path.to_owned(),
-                    line: 1,
-                },
+                origin: Origin::File { path: path.to_owned(), line: 1 },
                 problem: format!(
                     "holds {}; expected the object of a Hugging Face config.json",
                     describe(other)
@@ -147,10 +136,7 @@ impl<'a> Object<'a> {
             .copied()
             .unwrap_or(0);
         ConfigError::Key {
-            origin: Origin::File {
-                path: self.path.to_owned(),
-                line,
-            },
+            origin: Origin::File { path: self.path.to_owned(), line },
             key,
             problem: problem.into(),
             help: help.into(),
@@ -176,9 +162,7 @@ fn lines(text: &str) -> HashMap<String, usize> {
                 while bytes[at] != b'"' {
                     at += if bytes[at] == b'\\' { 2 } else { 1 };
                 }
-                let rest = bytes[at + 1..]
-                    .iter()
-                    .find(|byte| !byte.is_ascii_whitespace());
+                let rest = bytes[at + 1..].iter().find(|byte| !byte.is_ascii_whitespace());
                 if rest == Some(&b':')
                     && let Some(Some(prefix)) = open.last()
                 {

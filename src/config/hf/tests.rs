@@ -11,10 +11,7 @@ fn refused(text: &str) -> String {
 }
 
 fn same_as_preset(text: &str, name: &str) {
-    let preset = super::super::PRESETS
-        .iter()
-        .find(|preset| preset.name == name)
-        .unwrap();
+    let preset = super::super::PRESETS.iter().find(|preset| preset.name == name).unwrap();
     assert_eq!(read_text(text).unwrap(), preset.geometry(), "{name}");
 }
 
@@ -53,10 +50,7 @@ fn gemma_takes_the_defaults_of_its_class() {
 #[test]
 fn gpt_oss_alternates_with_and_without_a_list() {
     let types = ["sliding_attention", "full_attention"].repeat(12);
-    let list = format!(
-        ", \"layer_types\": {}",
-        serde_json::to_string(&types).unwrap()
-    );
+    let list = format!(", \"layer_types\": {}", serde_json::to_string(&types).unwrap());
     for list in ["", &list] {
         let text = format!(
             r#"{{ "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64,
@@ -78,9 +72,7 @@ fn qwen_uses_windows_only_when_told_to() {
     };
     same_as_preset(&text(r#", "use_sliding_window": false"#), "qwen2.5-7b");
     same_as_preset(&text(""), "qwen2.5-7b");
-    let windows = read_text(&text(r#", "use_sliding_window": true"#))
-        .unwrap()
-        .windows;
+    let windows = read_text(&text(r#", "use_sliding_window": true"#)).unwrap().windows;
     assert_eq!(windows[..20], [0; 20]);
     assert_eq!(windows[20..], [131_072; 8]);
     // The class has a head_dim that is not hidden_size / heads.
@@ -99,9 +91,7 @@ fn windows_for_every_layer() {
     same_as_preset(mistral, "mistral-7b-v0.1");
     same_as_preset(&mistral.replace(": 4096 }", ": null }"), "mistral-7b-v0.3");
     same_as_preset(
-        &mistral
-            .replace(": 4096 }", ": null }")
-            .replace("mistral", "mixtral"),
+        &mistral.replace(": 4096 }", ": null }").replace("mistral", "mixtral"),
         "mixtral-8x7b-v0.1",
     );
     for key in ["sliding_window", "sliding_window_pattern"] {
@@ -137,26 +127,14 @@ fn damage_is_located() {
     for (text, message) in [
         ("", "config.json:1: is no JSON"),
         ("[1]", "config.json:1: holds a list; expected the object"),
-        (
-            "{\n\"num_hidden_layers\": 2,,\n}",
-            "config.json:2: is no JSON",
-        ),
-        (
-            "{}",
-            "config.json: num_hidden_layers: is missing; expected a whole number",
-        ),
+        ("{\n\"num_hidden_layers\": 2,,\n}", "config.json:2: is no JSON"),
+        ("{}", "config.json: num_hidden_layers: is missing; expected a whole number"),
         (
             "{\n\n\"num_hidden_layers\": \"2\"}",
             "config.json:3: num_hidden_layers: found the string \"2\"; expected a whole",
         ),
-        (
-            "{\"num_hidden_layers\": 2.5}",
-            "config.json:1: num_hidden_layers: found the number 2.5",
-        ),
-        (
-            "{\"num_hidden_layers\": -2}",
-            "config.json:1: num_hidden_layers: found the number -2",
-        ),
+        ("{\"num_hidden_layers\": 2.5}", "config.json:1: num_hidden_layers: found the number 2.5"),
+        ("{\"num_hidden_layers\": -2}", "config.json:1: num_hidden_layers: found the number -2"),
         (
             "{\"text_config\": {\"num_hidden_layers\": 2}}",
             "config.json:1: text_config.num_attention_heads: is missing",

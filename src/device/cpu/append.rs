@@ -63,17 +63,9 @@ impl AppendJob<'_> {
     /// As long as the item is in use, no other of the same index is.
     unsafe fn item(&self, index: usize) -> AppendItem {
         let heads = self.layout.num_kv_heads as usize;
-        let kv = if (index / heads).is_multiple_of(2) {
-            Kv::K
-        } else {
-            Kv::V
-        };
+        let kv = if (index / heads).is_multiple_of(2) { Kv::K } else { Kv::V };
         let head = u32::try_from(index % heads).unwrap_or(u32::MAX);
-        AppendItem {
-            kv,
-            head,
-            part: (index / (2 * heads)) as u64,
-        }
+        AppendItem { kv, head, part: (index / (2 * heads)) as u64 }
     }
 }
 
@@ -94,11 +86,7 @@ pub(super) fn append(
     let threads = workers.threads();
     let alone = threads == 1 || elements < MIN_PARALLEL_ELEMENTS;
     // A few items for each thread, so that one that is held up does not hold up all.
-    let parts = if alone {
-        1
-    } else {
-        (4 * threads as u64).div_ceil(2 * heads)
-    };
+    let parts = if alone { 1 } else { (4 * threads as u64).div_ceil(2 * heads) };
     let job = AppendJob {
         pool: Disjoint::new(pool.bytes_mut()),
         layout,
@@ -127,10 +115,8 @@ pub(super) fn append(
         nonfinite.fetch_add(counts.nonfinite, Relaxed);
         saturated.fetch_add(counts.saturated, Relaxed);
     })?;
-    counts.add(AppendCounts {
-        nonfinite: nonfinite.into_inner(),
-        saturated: saturated.into_inner(),
-    });
+    counts
+        .add(AppendCounts { nonfinite: nonfinite.into_inner(), saturated: saturated.into_inner() });
     Ok(counts)
 }
 
@@ -147,9 +133,7 @@ fn check(pool: &PoolMemory, args: &AppendArgs<'_>) -> Result<(), DeviceError> {
     // The unit that the slot would be in, were there so many.
     let unit = last / u64::from(layout.unit_tokens);
     Err(DeviceError::OutOfRange {
-        offset: layout
-            .base
-            .saturating_add(layout.unit_bytes.saturating_mul(unit)),
+        offset: layout.base.saturating_add(layout.unit_bytes.saturating_mul(unit)),
         len: layout.unit_bytes,
         pool: crate::units::Bytes(pool.bytes().len() as u64),
     })
@@ -157,10 +141,7 @@ fn check(pool: &PoolMemory, args: &AppendArgs<'_>) -> Result<(), DeviceError> {
 
 /// Stores one item.
 #[inline(always)]
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "the right to write is used up"
-)]
+#[expect(clippy::needless_pass_by_value, reason = "the right to write is used up")]
 pub(super) fn store_item(job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
     let (tensor, scale) = match item.kv {
         Kv::K => (&job.k, job.scales.k),

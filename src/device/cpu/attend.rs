@@ -42,10 +42,7 @@ impl Shared<'_> {
     unsafe fn scratch(&self, worker: usize) -> Scratch<'_> {
         let group = self.sizes.q_heads_per_kv_head as usize;
         // SAFETY: different workers' do not overlap; the caller sees to the rest.
-        let memory = unsafe {
-            self.scratch
-                .part(worker * self.scratch_len, self.scratch_len)
-        };
+        let memory = unsafe { self.scratch.part(worker * self.scratch_len, self.scratch_len) };
         let (q, rest) = memory.split_at_mut(group * self.sizes.padded_dim as usize);
         let (scores, rest) = rest.split_at_mut(group * TILE_TOKENS as usize);
         let (row_scales, rest) = rest.split_at_mut(2 * TILE_TOKENS as usize);
@@ -86,13 +83,7 @@ fn split_range(task: &Task<'_>, split: u32) -> Option<(u32, u32, u32)> {
 /// Fills in the queries of a row and KV head.
 fn queries(job: &AttendJob<'_>, task: &Task<'_>, row: usize, head: usize, q: &mut [f32]) {
     let head_dim = job.layout.head_dim as usize;
-    load_queries(
-        &job.q,
-        job.first_element(row, head),
-        head_dim,
-        task.padded_dim,
-        q,
-    );
+    load_queries(&job.q, job.first_element(row, head), head_dim, task.padded_dim, q);
 }
 
 /// Computes attention with a kernel that works split by split.
@@ -109,14 +100,8 @@ pub(super) fn attend(
     job: &AttendJob<'_>,
 ) -> Result<(), DeviceError> {
     let sizes = *workspace.sizes();
-    assert_eq!(
-        job.group, sizes.q_heads_per_kv_head as usize,
-        "query heads as in the plan"
-    );
-    assert_eq!(
-        job.layout.head_dim, sizes.head_dim,
-        "head_dim as in the plan"
-    );
+    assert_eq!(job.group, sizes.q_heads_per_kv_head as usize, "query heads as in the plan");
+    assert_eq!(job.layout.head_dim, sizes.head_dim, "head_dim as in the plan");
     let threads = workers.threads();
     let pairs = job.rows * job.layout.num_kv_heads as usize;
     let (scratch_len, partial_len) = workspace.lens();
@@ -133,12 +118,7 @@ pub(super) fn attend(
             whole_pair(kernel, &shared, job, worker, pair);
         })
     } else {
-        let longest = job
-            .seqs
-            .iter()
-            .map(|seq| seq.first_position + seq.rows)
-            .max()
-            .unwrap_or(0);
+        let longest = job.seqs.iter().map(|seq| seq.first_position + seq.rows).max().unwrap_or(0);
         let splits = longest.div_ceil(SPLIT_TOKENS) as usize;
         workers.run(pairs * splits, &|worker, item| {
             one_split(kernel, &shared, job, worker, (item / splits, item % splits));
@@ -167,13 +147,7 @@ fn whole_pair(
     };
     // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
-    let Scratch {
-        q,
-        scores,
-        row_scales,
-        mut part,
-        mut total,
-    } = scratch;
+    let Scratch { q, scores, row_scales, mut part, mut total } = scratch;
     queries(job, &task, row, head, q);
     total.clear();
     for (_, start, end) in splits(&task) {
@@ -212,24 +186,11 @@ fn one_split(
     };
     // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
-    let Scratch {
-        q,
-        scores,
-        row_scales,
-        ..
-    } = scratch;
+    let Scratch { q, scores, row_scales, .. } = scratch;
     queries(job, &task, row, head, q);
     // SAFETY: pair and split are this item's alone in this dispatch.
     let part = unsafe { shared.partial(pair, split) };
-    kernel.split(&mut Split {
-        task: &task,
-        start,
-        end,
-        q,
-        scores,
-        row_scales,
-        part,
-    });
+    kernel.split(&mut Split { task: &task, start, end, q, scores, row_scales, part });
 }
 
 /// Combines the splits of one pair.

@@ -20,11 +20,7 @@ unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 impl<'a, T> Disjoint<'a, T> {
     /// Takes the slice over for as long as it is borrowed.
     pub(super) fn new(slice: &'a mut [T]) -> Self {
-        Self {
-            first: slice.as_mut_ptr(),
-            len: slice.len(),
-            borrow: PhantomData,
-        }
+        Self { first: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
     /// The elements `start..start + len`.
@@ -35,15 +31,9 @@ impl<'a, T> Disjoint<'a, T> {
     /// # Safety
     /// As long as the part is in use, no other part that overlaps it is.
     #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the contract of the function: parts do not overlap"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "the contract of the function: parts do not overlap")]
     pub(super) unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
-        assert!(
-            start <= self.len && len <= self.len - start,
-            "a part beyond the slice"
-        );
+        assert!(start <= self.len && len <= self.len - start, "a part beyond the slice");
         // SAFETY: `start` is at most `self.len`, so the pointer stays in the borrowed slice or at
         // its end.
         let first = unsafe { self.first.add(start) };

@@ -71,34 +71,18 @@ fn softmax<I: Isa>(
     acc: &mut [f32],
 ) {
     let mut maxima = [f32::NEG_INFINITY; WIDTH];
-    for (line, scales) in row
-        .as_chunks_mut::<WIDTH>()
-        .0
-        .iter_mut()
-        .zip(k_scales.as_chunks().0)
-    {
+    for (line, scales) in row.as_chunks_mut::<WIDTH>().0.iter_mut().zip(k_scales.as_chunks().0) {
         let scales: &Line = scales;
         for i in 0..WIDTH {
             line[i] = line[i] * scales[i] * softmax_scale;
             // False for NaN, which the sum below brings to light.
-            maxima[i] = if line[i] > maxima[i] {
-                line[i]
-            } else {
-                maxima[i]
-            };
+            maxima[i] = if line[i] > maxima[i] { line[i] } else { maxima[i] };
         }
     }
-    let tile_max = maxima
-        .into_iter()
-        .fold(*max, |a, b| if b > a { b } else { a });
+    let tile_max = maxima.into_iter().fold(*max, |a, b| if b > a { b } else { a });
     let base = finite_base(tile_max);
     let mut sums = [0.0; WIDTH];
-    for (line, scales) in row
-        .as_chunks_mut::<WIDTH>()
-        .0
-        .iter_mut()
-        .zip(v_scales.as_chunks().0)
-    {
+    for (line, scales) in row.as_chunks_mut::<WIDTH>().0.iter_mut().zip(v_scales.as_chunks().0) {
         let scales: &Line = scales;
         for i in 0..WIDTH {
             let weight = exp_of::<I>(line[i] - base);
@@ -120,11 +104,7 @@ fn softmax<I: Isa>(
 /// `exp` with the instruction set's way of multiplying and adding.
 #[inline(always)]
 fn exp_of<I: Isa>(x: f32) -> f32 {
-    if I::FMA {
-        exp::<true>(x)
-    } else {
-        exp::<false>(x)
-    }
+    if I::FMA { exp::<true>(x) } else { exp::<false>(x) }
 }
 
 /// q·k of all heads of the group with all keys of the tile.
@@ -267,14 +247,7 @@ fn all_values<I: Isa, E: Element>(
     let ahead = |g: usize| (g == 0).then_some(next);
     let mut g = 0;
     while I::WIDE && group - g >= 8 {
-        values_of::<I, E, 8, 2>(
-            isa,
-            tile,
-            ahead(g),
-            &weights[g..],
-            lines,
-            &mut acc[g * lines..],
-        );
+        values_of::<I, E, 8, 2>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
         g += 8;
     }
     while group - g >= 4 {
@@ -300,25 +273,11 @@ fn all_values<I: Isa, E: Element>(
         g += 4;
     }
     while group - g >= 2 {
-        values_of::<I, E, 2, 2>(
-            isa,
-            tile,
-            ahead(g),
-            &weights[g..],
-            lines,
-            &mut acc[g * lines..],
-        );
+        values_of::<I, E, 2, 2>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
         g += 2;
     }
     if group > g {
-        values_of::<I, E, 1, 4>(
-            isa,
-            tile,
-            ahead(g),
-            &weights[g..],
-            lines,
-            &mut acc[g * lines..],
-        );
+        values_of::<I, E, 1, 4>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
     }
 }
 

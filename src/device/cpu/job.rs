@@ -52,10 +52,7 @@ impl<'a> AttendJob<'a> {
         let num_q_heads = args.num_q_heads as usize;
         let row_len = num_q_heads * args.layout.head_dim as usize;
         let rows = args.out.len() / row_len.max(1);
-        debug_assert!(
-            args.seqs.is_sorted_by_key(|seq| seq.row_start),
-            "rows ascend"
-        );
+        debug_assert!(args.seqs.is_sorted_by_key(|seq| seq.row_start), "rows ascend");
         let out = match &mut args.out {
             TensorMut::F32(out) => Out::F32(Disjoint::new(out)),
             TensorMut::F16(out) => Out::F16(Disjoint::new(out)),
@@ -87,9 +84,7 @@ impl<'a> AttendJob<'a> {
         let layout = self.layout;
         let pool = Bytes(self.pool.len() as u64);
         let error = |unit: u32| DeviceError::OutOfRange {
-            offset: layout
-                .base
-                .saturating_add(layout.unit_bytes.saturating_mul(u64::from(unit))),
+            offset: layout.base.saturating_add(layout.unit_bytes.saturating_mul(u64::from(unit))),
             len: layout.unit_bytes,
             pool,
         };
@@ -130,18 +125,12 @@ impl<'a> AttendJob<'a> {
         } else {
             &self.tables[seq.slot as usize * self.table_row..][..self.table_row]
         };
-        SeqView {
-            layout: self.layout,
-            table,
-            slot: seq.slot,
-        }
+        SeqView { layout: self.layout, table, slot: seq.slot }
     }
 
     /// One row and one KV head; `None` for a row that belongs to no sequence.
     pub(super) fn task(&self, row: usize, head: usize) -> Option<Task<'a>> {
-        let after = self
-            .seqs
-            .partition_point(|seq| seq.row_start as usize <= row);
+        let after = self.seqs.partition_point(|seq| seq.row_start as usize <= row);
         let seq = &self.seqs[after.checked_sub(1)?];
         let behind = u32::try_from(row - seq.row_start as usize).ok()?;
         if behind >= seq.rows {
@@ -177,12 +166,7 @@ impl<'a> AttendJob<'a> {
         let head_dim = self.layout.head_dim as usize;
         let padded_dim = head_dim.next_multiple_of(LANES as usize);
         let first = self.first_element(row, head);
-        for (g, acc) in total
-            .acc
-            .chunks_exact(padded_dim)
-            .take(self.group)
-            .enumerate()
-        {
+        for (g, acc) in total.acc.chunks_exact(padded_dim).take(self.group).enumerate() {
             let sum = total.sum[g];
             // No key had a score above -∞; a NaN is unequal to 0.
             let nothing = sum == 0.0;
@@ -209,11 +193,7 @@ impl<'a> AttendJob<'a> {
                 let at = row * self.num_q_heads + head * self.group + g;
                 // SAFETY: as above.
                 let lse = unsafe { lse.part(at, 1) };
-                lse[0] = if nothing {
-                    f32::NEG_INFINITY
-                } else {
-                    total.max[g] + sum.ln()
-                };
+                lse[0] = if nothing { f32::NEG_INFINITY } else { total.max[g] + sum.ln() };
             }
         }
     }

@@ -95,28 +95,20 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
         #[cfg(target_arch = "x86_64")]
         KernelChoice::Avx2 => match Avx2::detect() {
             Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
-            None => Err(DeviceError::KernelUnsupported {
-                kernel: "avx2",
-                needs: Avx2::NEEDS,
-            }),
+            None => Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: Avx2::NEEDS }),
         },
         #[cfg(target_arch = "x86_64")]
         KernelChoice::Avx512 => match Avx512::detect() {
             Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
-            None => Err(DeviceError::KernelUnsupported {
-                kernel: "avx512",
-                needs: Avx512::NEEDS,
-            }),
+            None => Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: Avx512::NEEDS }),
         },
         #[cfg(not(target_arch = "x86_64"))]
-        KernelChoice::Avx2 => Err(DeviceError::KernelUnsupported {
-            kernel: "avx2",
-            needs: "an x86-64 processor",
-        }),
+        KernelChoice::Avx2 => {
+            Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: "an x86-64 processor" })
+        }
         #[cfg(not(target_arch = "x86_64"))]
-        KernelChoice::Avx512 => Err(DeviceError::KernelUnsupported {
-            kernel: "avx512",
-            needs: "an x86-64 processor",
-        }),
+        KernelChoice::Avx512 => {
+            Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: "an x86-64 processor" })
+        }
     }
 }

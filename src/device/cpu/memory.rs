@@ -77,15 +77,8 @@ impl PoolMemory {
         len: u64,
     ) -> Result<std::ops::Range<usize>, DeviceError> {
         let pool = self.map.len() as u64;
-        let error = DeviceError::OutOfRange {
-            offset,
-            len,
-            pool: Bytes(pool),
-        };
-        let end = offset
-            .checked_add(len)
-            .filter(|end| *end <= pool)
-            .ok_or(error)?;
+        let error = DeviceError::OutOfRange { offset, len, pool: Bytes(pool) };
+        let end = offset.checked_add(len).filter(|end| *end <= pool).ok_or(error)?;
         let index = |at: u64| usize::try_from(at).map_err(|_| error);
         Ok(index(offset)?..index(end)?)
     }
@@ -106,10 +99,7 @@ fn advise_huge_pages(map: &MmapMut) -> bool {
 
 /// Writes to every page, so that it is there.
 fn touch(bytes: &mut [u8], threads: usize) {
-    let share = bytes
-        .len()
-        .div_ceil(threads.max(1))
-        .next_multiple_of(PAGE_BYTES);
+    let share = bytes.len().div_ceil(threads.max(1)).next_multiple_of(PAGE_BYTES);
     if threads <= 1 || share < (4 << 20) {
         return touch_pages(bytes);
     }
@@ -139,9 +129,7 @@ fn available_in(root: &Path) -> Option<Bytes> {
     let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let kib = field(&meminfo, "MemAvailable:")?;
     let system = kib.checked_mul(1024)?;
-    Some(Bytes(
-        group_limit(root).map_or(system, |group| group.min(system)),
-    ))
+    Some(Bytes(group_limit(root).map_or(system, |group| group.min(system))))
 }
 
 /// What the control groups of this process leave, the tightest of them.
@@ -156,15 +144,8 @@ fn group_limit(root: &Path) -> Option<u64> {
             continue;
         };
         let files = if number == "0" && controllers.is_empty() {
-            Files {
-                mount: "sys/fs/cgroup",
-                limit: "memory.max",
-                usage: "memory.current",
-            }
-        } else if controllers
-            .split(',')
-            .any(|controller| controller == "memory")
-        {
+            Files { mount: "sys/fs/cgroup", limit: "memory.max", usage: "memory.current" }
+        } else if controllers.split(',').any(|controller| controller == "memory") {
             Files {
                 mount: "sys/fs/cgroup/memory",
                 limit: "memory.limit_in_bytes",
@@ -193,10 +174,7 @@ impl Files {
         let mount = root.join(self.mount);
         let mut tightest = None;
         for ancestor in Path::new(path).ancestors() {
-            tightest = tightest
-                .into_iter()
-                .chain(self.left_at(&mount.join(ancestor)))
-                .min();
+            tightest = tightest.into_iter().chain(self.left_at(&mount.join(ancestor))).min();
         }
         tightest
     }
@@ -204,11 +182,7 @@ impl Files {
     /// What the limit of one folder leaves; `None` without a limit.
     fn left_at(&self, folder: &Path) -> Option<u64> {
         let number = |file: &str| -> Option<u64> {
-            std::fs::read_to_string(folder.join(file))
-                .ok()?
-                .trim()
-                .parse()
-                .ok()
+            std::fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
         };
         // "max" is no number, and version 1 says "none" with one close to 2⁶³.
         let limit = number(self.limit).filter(|limit| *limit < 1 << 62)?;
@@ -226,9 +200,7 @@ impl Files {
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_whitespace();
-        (words.next() == Some(name))
-            .then(|| words.next()?.parse().ok())
-            .flatten()
+        (words.next() == Some(name)).then(|| words.next()?.parse().ok()).flatten()
     })
 }
 
@@ -245,10 +217,7 @@ mod tests {
         assert_eq!(memory.bytes().len() as u64, bytes.get());
         assert_eq!(memory.bytes().as_ptr().addr() % PAGE_BYTES, 0);
         assert_eq!(memory.bytes()[12345], 0);
-        assert_eq!(
-            seen,
-            [(Bytes(0), bytes), (Bytes(256 << 20), bytes), (bytes, bytes)]
-        );
+        assert_eq!(seen, [(Bytes(0), bytes), (Bytes(256 << 20), bytes), (bytes, bytes)]);
     }
 
     #[test]
@@ -275,27 +244,18 @@ mod tests {
         root
     }
 
-    const MEMINFO: (&str, &str) = (
-        "proc/meminfo",
-        "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n",
-    );
+    const MEMINFO: (&str, &str) = ("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n");
 
     #[test]
     fn available_memory_is_the_systems_or_the_groups() {
         assert_eq!(available_in(system(&[]).path()), None);
-        assert_eq!(
-            available_in(system(&[MEMINFO]).path()),
-            Some(Bytes(8000 * 1024))
-        );
+        assert_eq!(available_in(system(&[MEMINFO]).path()), Some(Bytes(8000 * 1024)));
         let second = [
             MEMINFO,
             ("proc/self/cgroup", "0::/a/b\n"),
             ("sys/fs/cgroup/a/memory.max", "5000000\n"),
             ("sys/fs/cgroup/a/memory.current", "2000000\n"),
-            (
-                "sys/fs/cgroup/a/memory.stat",
-                "anon 7\ninactive_file 500000\n",
-            ),
+            ("sys/fs/cgroup/a/memory.stat", "anon 7\ninactive_file 500000\n"),
             ("sys/fs/cgroup/a/b/memory.max", "max\n"),
         ];
         assert_eq!(available_in(system(&second).path()), Some(Bytes(3_500_000)));

@@ -77,12 +77,7 @@ impl CpuDevice {
         let progress = progress.unwrap_or(&mut silent);
         let memory = PoolMemory::open(plan.pool_bytes, threads as usize, progress)?;
         let workers = Workers::start(threads as usize)?;
-        Ok(Self {
-            memory,
-            workspace,
-            workers,
-            kernel,
-        })
+        Ok(Self { memory, workspace, workers, kernel })
     }
 }
 
@@ -103,12 +98,7 @@ impl Device for CpuDevice {
     }
 
     fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
-        append::append(
-            self.kernel.appender(),
-            &self.workers,
-            &mut self.memory,
-            args,
-        )
+        append::append(self.kernel.appender(), &self.workers, &mut self.memory, args)
     }
 
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {

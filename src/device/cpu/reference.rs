@@ -62,11 +62,7 @@ unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f6
     acc.fill(0.0);
     for position in positions() {
         let score = score(position);
-        let weight = if score == f64::NEG_INFINITY {
-            0.0
-        } else {
-            (score - max).exp()
-        };
+        let weight = if score == f64::NEG_INFINITY { 0.0 } else { (score - max).exp() };
         sum += weight;
         for (i, acc) in acc.iter_mut().enumerate() {
             *acc += weight * element(&task, Kv::V, position, i);
@@ -75,10 +71,7 @@ unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f6
     // No key has a score above -∞.
     let nothing = sum == 0.0;
     let value = |acc: f64| if nothing { 0.0 } else { acc / sum };
-    #[expect(
-        clippy::cast_possible_truncation,
-        reason = "rounded to f32 at the very end"
-    )]
+    #[expect(clippy::cast_possible_truncation, reason = "rounded to f32 at the very end")]
     let narrow = |x: f64| x as f32;
     match &job.out {
         Out::F32(out) => {
@@ -100,11 +93,7 @@ unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f6
     if let Some(lse) = &job.lse {
         // SAFETY: as above.
         let lse = unsafe { lse.part(row * job.num_q_heads + q_head, 1) };
-        lse[0] = if nothing {
-            f32::NEG_INFINITY
-        } else {
-            narrow(max + sum.ln())
-        };
+        lse[0] = if nothing { f32::NEG_INFINITY } else { narrow(max + sum.ln()) };
     }
 }
 
@@ -129,10 +118,9 @@ fn element(task: &Task<'_>, kv: Kv, position: u32, i: usize) -> f64 {
         Format::F32 => f64::from(f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])),
         Format::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
         Format::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
-        Format::Int8 => f64::from(dequantize(
-            i8::from_le_bytes([bytes[0]]),
-            scale(task, kv, unit, token, i),
-        )),
+        Format::Int8 => {
+            f64::from(dequantize(i8::from_le_bytes([bytes[0]]), scale(task, kv, unit, token, i)))
+        }
     }
 }
 

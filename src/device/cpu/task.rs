@@ -42,9 +42,7 @@ impl Task<'_> {
 
     /// Whether any position in `start..end` is visible.
     pub(super) fn sees(&self, start: u32, end: u32) -> bool {
-        self.visible_in(start, end)
-            .iter()
-            .any(|(from, to)| from < to)
+        self.visible_in(start, end).iter().any(|(from, to)| from < to)
     }
 }
 
@@ -71,11 +69,7 @@ impl<'a> Partial<'a> {
 
     /// The same, borrowed for less long.
     pub(super) fn reborrow(&mut self) -> Partial<'_> {
-        Partial {
-            max: self.max,
-            sum: self.sum,
-            acc: self.acc,
-        }
+        Partial { max: self.max, sum: self.sum, acc: self.acc }
     }
 
     /// Nothing seen.
@@ -87,10 +81,7 @@ impl<'a> Partial<'a> {
 
     /// Adds the keys of `part`, which come after those of `self`.
     pub(super) fn merge(&mut self, part: &Partial<'_>, padded_dim: usize) {
-        let vectors = self
-            .acc
-            .chunks_exact_mut(padded_dim)
-            .zip(part.acc.chunks_exact(padded_dim));
+        let vectors = self.acc.chunks_exact_mut(padded_dim).zip(part.acc.chunks_exact(padded_dim));
         for (g, (acc, added)) in vectors.enumerate() {
             let max = self.max[g].max(part.max[g]);
             let base = finite_base(max);
@@ -140,9 +131,7 @@ pub(super) fn load_queries(
     out: &mut [f32],
 ) {
     fn widen<S: Source>(data: &[S], head_dim: usize, padded_dim: usize, out: &mut [f32]) {
-        let vectors = out
-            .chunks_exact_mut(padded_dim)
-            .zip(data.chunks_exact(head_dim));
+        let vectors = out.chunks_exact_mut(padded_dim).zip(data.chunks_exact(head_dim));
         for (out, q) in vectors {
             let (out, padding) = out.split_at_mut(head_dim);
             for (out, q) in out.iter_mut().zip(q) {

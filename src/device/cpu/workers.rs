@@ -95,10 +95,7 @@ impl Shared {
     fn join(&self, last: u64) -> Option<u64> {
         let mut state = self.state.load(SeqCst);
         while state & OPEN != 0 && state / DISPATCH != last {
-            match self
-                .state
-                .compare_exchange_weak(state, state + 1, SeqCst, SeqCst)
-            {
+            match self.state.compare_exchange_weak(state, state + 1, SeqCst, SeqCst) {
                 Ok(_) => return Some(state / DISPATCH),
                 Err(now) => state = now,
             }
@@ -138,10 +135,7 @@ impl Shared {
             if self.stop.load(SeqCst) {
                 break None;
             }
-            guard = self
-                .work
-                .wait(guard)
-                .unwrap_or_else(PoisonError::into_inner);
+            guard = self.work.wait(guard).unwrap_or_else(PoisonError::into_inner);
         };
         self.sleepers.fetch_sub(1, SeqCst);
         joined
@@ -150,10 +144,7 @@ impl Shared {
     /// What a worker thread does.
     fn serve(&self, worker: usize, max_spins: u32) {
         self.ready.fetch_add(1, SeqCst);
-        let mut spins = Spins {
-            now: max_spins,
-            max: max_spins,
-        };
+        let mut spins = Spins { now: max_spins, max: max_spins };
         let mut last = 0;
         while let Some(dispatch) = self.wait(last, &mut spins) {
             last = dispatch;
@@ -196,9 +187,7 @@ pub(super) struct Workers {
 
 impl fmt::Debug for Workers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Workers")
-            .field("threads", &self.threads())
-            .finish_non_exhaustive()
+        f.debug_struct("Workers").field("threads", &self.threads()).finish_non_exhaustive()
     }
 }
 
@@ -276,11 +265,7 @@ impl Workers {
             shared.work_on(0, job);
             self.close();
         }
-        if shared.panicked.load(Relaxed) {
-            Err(DeviceError::WorkerPanicked)
-        } else {
-            Ok(())
-        }
+        if shared.panicked.load(Relaxed) { Err(DeviceError::WorkerPanicked) } else { Ok(()) }
     }
 
     /// Publishes the job and wakes who sleeps.
@@ -297,9 +282,7 @@ impl Workers {
         let dispatch = shared.state.load(Relaxed) / DISPATCH + 1;
         // Wraps after 2³² dispatches; a worker would have to sleep through all of them to mistake
         // one for another, and then would only sit that one out.
-        shared
-            .state
-            .store(((dispatch % DISPATCH) * DISPATCH) | OPEN, SeqCst);
+        shared.state.store(((dispatch % DISPATCH) * DISPATCH) | OPEN, SeqCst);
         if shared.sleepers.load(SeqCst) > 0 {
             let _guard = shared.locked();
             shared.work.notify_all();
@@ -319,10 +302,7 @@ impl Workers {
         let mut guard = shared.locked();
         shared.caller_sleeps.store(true, SeqCst);
         while shared.state.load(SeqCst) & JOINED != 0 {
-            guard = shared
-                .done
-                .wait(guard)
-                .unwrap_or_else(PoisonError::into_inner);
+            guard = shared.done.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         shared.caller_sleeps.store(false, SeqCst);
     }
@@ -406,9 +386,7 @@ mod tests {
                     // Long enough for the workers to fall asleep.
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
-                workers
-                    .run(3, &|_, item| _ = sum.fetch_add(item, Relaxed))
-                    .expect("no panic");
+                workers.run(3, &|_, item| _ = sum.fetch_add(item, Relaxed)).expect("no panic");
                 assert_eq!(sum.load(Relaxed), (round + 1) * 3);
             }
         }

@@ -30,17 +30,13 @@ impl Workspace {
         let bytes = sizes.bytes().unwrap_or(Bytes(u64::MAX));
         let error = DeviceError::OutOfMemory { bytes, code: 0 };
         let len = |numbers: Result<u64, Overflow>| {
-            numbers
-                .ok()
-                .and_then(|n| usize::try_from(n).ok())
-                .ok_or(error)
+            numbers.ok().and_then(|n| usize::try_from(n).ok()).ok_or(error)
         };
         let scratch_len = len(sizes.scratch_len())?;
         let partial_len = len(sizes.partial_len())?;
         let threads = sizes.threads as usize;
-        let splits = len(Bytes(sizes.split_pairs())
-            .try_mul(u64::from(sizes.max_splits))
-            .map(Bytes::get))?;
+        let splits =
+            len(Bytes(sizes.split_pairs()).try_mul(u64::from(sizes.max_splits)).map(Bytes::get))?;
         let numbers = partial_len
             .checked_mul(splits)
             .and_then(|partials| partials.checked_add(scratch_len.checked_mul(threads)?))
@@ -53,13 +49,7 @@ impl Workspace {
         let num_doubles = threads * sizes.head_dim as usize;
         doubles.try_reserve_exact(num_doubles).map_err(|_| error)?;
         doubles.resize(num_doubles, 0.0);
-        Ok(Self {
-            sizes,
-            lines,
-            doubles,
-            scratch_len,
-            partial_len,
-        })
+        Ok(Self { sizes, lines, doubles, scratch_len, partial_len })
     }
 
     /// What it was sized by.

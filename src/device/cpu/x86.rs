@@ -91,10 +91,7 @@ impl Isa for Avx2 {
     #[inline(always)]
     fn load(self, from: &Line) -> Self::V {
         let (low, high) = from.split_at(8);
-        (
-            memory_op!(_mm256_loadu_ps(low.as_ptr())),
-            memory_op!(_mm256_loadu_ps(high.as_ptr())),
-        )
+        (memory_op!(_mm256_loadu_ps(low.as_ptr())), memory_op!(_mm256_loadu_ps(high.as_ptr())))
     }
 
     #[inline(always)]
@@ -111,10 +108,7 @@ impl Isa for Avx2 {
 
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        (
-            op!(_mm256_fmadd_ps(a.0, b.0, c.0)),
-            op!(_mm256_fmadd_ps(a.1, b.1, c.1)),
-        )
+        (op!(_mm256_fmadd_ps(a.0, b.0, c.0)), op!(_mm256_fmadd_ps(a.1, b.1, c.1)))
     }
 
     #[inline(always)]
@@ -149,11 +143,7 @@ impl Isa for Avx2 {
         let (low, high) = bytes.split_at(16);
         let low = memory_op!(_mm_loadu_si128(low.as_ptr().cast()));
         let high = memory_op!(_mm_loadu_si128(high.as_ptr().cast()));
-        let widen = |v| {
-            op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(
-                _mm256_cvtepu16_epi32(v)
-            )))
-        };
+        let widen = |v| op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(v))));
         (widen(low), widen(high))
     }
 
@@ -223,9 +213,7 @@ impl Isa for Avx512 {
     #[inline(always)]
     fn widen_bf16(self, bytes: &[u8; 32]) -> Self::V {
         let halves = memory_op!(_mm256_loadu_si256(bytes.as_ptr().cast()));
-        op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(
-            _mm512_cvtepu16_epi32(halves)
-        )))
+        op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves))))
     }
 
     #[inline(always)]

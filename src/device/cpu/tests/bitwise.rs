@@ -16,23 +16,12 @@ fn alone(params: Params, chunk: u32) -> Answer {
 }
 
 fn arrangements(base: Params) -> Vec<Params> {
-    let mut all = vec![
-        base,
-        Params {
-            max_seq_len: 3000,
-            ..base
-        },
-    ];
+    let mut all = vec![base, Params { max_seq_len: 3000, ..base }];
     for threads in [2, 3, 5] {
         all.push(Params { threads, ..base });
     }
     for (tokens_per_block, threads) in [(8, 2), (16, 1), (32, 1), (64, 3), (128, 1)] {
-        all.push(Params {
-            mode: CacheMode::Paged,
-            tokens_per_block,
-            threads,
-            ..base
-        });
+        all.push(Params { mode: CacheMode::Paged, tokens_per_block, threads, ..base });
     }
     all
 }
@@ -44,19 +33,10 @@ fn modes_blocks_and_threads_change_no_bit() {
             // The windows make the contiguous layer a ring, and a slot where the window and a
             // step are longer than the sequence.
             let (window, sinks) = [(0, 0), (300, 0), (301, 7), (700, 70)][i % 4];
-            let base = Params {
-                format,
-                kernel,
-                window,
-                sinks,
-                ..Params::default()
-            };
+            let base = Params { format, kernel, window, sinks, ..Params::default() };
             let expected = alone(base, u32::MAX).bits();
             for params in arrangements(base) {
-                assert!(
-                    alone(params, 333).bits() == expected,
-                    "{params:?} against {base:?}"
-                );
+                assert!(alone(params, 333).bits() == expected, "{params:?} against {base:?}");
             }
         }
     }
@@ -66,13 +46,7 @@ fn modes_blocks_and_threads_change_no_bit() {
 fn token_by_token_changes_no_bit() {
     for kernel in kernels() {
         for mode in [CacheMode::Contiguous, CacheMode::Paged] {
-            let params = Params {
-                mode,
-                kernel,
-                window: 90,
-                sinks: 3,
-                ..Params::default()
-            };
+            let params = Params { mode, kernel, window: 90, sinks: 3, ..Params::default() };
             let mut whole = Rig::new(params);
             whole.begin(SLOT, KEY);
             whole.append(SLOT, 500, u32::MAX);
@@ -97,12 +71,7 @@ fn token_by_token_changes_no_bit() {
 fn the_batch_changes_no_bit() {
     for kernel in kernels() {
         for threads in [1, 2, 4] {
-            let params = Params {
-                mode: CacheMode::Paged,
-                kernel,
-                threads,
-                ..Params::default()
-            };
+            let params = Params { mode: CacheMode::Paged, kernel, threads, ..Params::default() };
             let expected = alone(params, u32::MAX);
             let mut rig = Rig::new(params);
             for slot in 0..SLOTS {
@@ -128,13 +97,7 @@ fn the_batch_changes_no_bit() {
 fn what_is_stored_does_not_depend_on_threads_or_kernel() {
     for format in FORMATS {
         let stored = |threads, kernel| {
-            let params = Params {
-                format,
-                threads,
-                kernel,
-                kv_heads: 3,
-                ..Params::default()
-            };
+            let params = Params { format, threads, kernel, kv_heads: 3, ..Params::default() };
             let mut rig = Rig::new(params);
             rig.begin(0, 9);
             rig.append(0, 1200, 1000);
@@ -143,10 +106,7 @@ fn what_is_stored_does_not_depend_on_threads_or_kernel() {
         let expected = stored(1, KernelChoice::Portable);
         for kernel in kernels() {
             for threads in [1, 2, 7] {
-                assert!(
-                    stored(threads, kernel) == expected,
-                    "{format:?} {threads} {kernel:?}"
-                );
+                assert!(stored(threads, kernel) == expected, "{format:?} {threads} {kernel:?}");
             }
         }
     }

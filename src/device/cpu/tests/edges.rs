@@ -11,22 +11,15 @@ use crate::plan::{Kv, LayerScales, NO_BLOCK};
 use crate::units::Bytes;
 
 fn all_kernels() -> Vec<KernelChoice> {
-    kernels()
-        .into_iter()
-        .chain([KernelChoice::Reference])
-        .collect()
+    kernels().into_iter().chain([KernelChoice::Reference]).collect()
 }
 
 #[test]
 fn edge_48_no_finite_score_gives_zeros() {
     for kernel in all_kernels() {
         for threads in [1, 4] {
-            let mut rig = Rig::new(Params {
-                format: FORMATS[0],
-                kernel,
-                threads,
-                ..Params::default()
-            });
+            let mut rig =
+                Rig::new(Params { format: FORMATS[0], kernel, threads, ..Params::default() });
             rig.values = |what, key, position, i| match (what, i % 64) {
                 (0, 0) => f32::NEG_INFINITY,
                 (2, 0) => 1.0,
@@ -36,10 +29,7 @@ fn edge_48_no_finite_score_gives_zeros() {
             rig.append(0, 600, u32::MAX);
             let answer = rig.attend(&[(0, 2)]);
             assert!(answer.out.iter().all(|x| x.to_bits() == 0), "{kernel:?}");
-            assert!(
-                answer.lse.iter().all(|x| *x == f32::NEG_INFINITY),
-                "{kernel:?}"
-            );
+            assert!(answer.lse.iter().all(|x| *x == f32::NEG_INFINITY), "{kernel:?}");
         }
     }
 }
@@ -47,10 +37,7 @@ fn edge_48_no_finite_score_gives_zeros() {
 #[test]
 fn edge_48_scores_of_minus_infinity_are_left_out() {
     for kernel in kernels() {
-        let mut rig = Rig::new(Params {
-            format: FORMATS[0],
-            ..Params::default()
-        });
+        let mut rig = Rig::new(Params { format: FORMATS[0], ..Params::default() });
         // All of the first split, and every third key after it.
         rig.values = |what, key, position, i| match (what, i % 64) {
             (0, 0) if position < 512 || position % 3 == 0 => f32::NEG_INFINITY,
@@ -64,10 +51,7 @@ fn edge_48_scores_of_minus_infinity_are_left_out() {
         rig.use_kernel(kernel);
         let got = rig.attend(&[(0, 2)]);
         for (got, expected) in got.out.iter().zip(&expected.out) {
-            assert!(
-                (got - expected).abs() < 2e-5,
-                "{kernel:?}: {got}, not {expected}"
-            );
+            assert!((got - expected).abs() < 2e-5, "{kernel:?}: {got}, not {expected}");
         }
     }
 }
@@ -84,10 +68,7 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
             }
         };
         let answer = |values| {
-            let mut rig = Rig::new(Params {
-                kernel,
-                ..Params::default()
-            });
+            let mut rig = Rig::new(Params { kernel, ..Params::default() });
             rig.values = values;
             rig.begin(0, 1);
             rig.append(0, 600, u32::MAX);
@@ -95,11 +76,8 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
         };
         let (expected, got) = (answer(clean), answer(spoilt));
         let head_dim = 64;
-        for (head, (got, expected)) in got
-            .out
-            .chunks(head_dim)
-            .zip(expected.out.chunks(head_dim))
-            .enumerate()
+        for (head, (got, expected)) in
+            got.out.chunks(head_dim).zip(expected.out.chunks(head_dim)).enumerate()
         {
             // Row 1 of 3 with 6 heads each; its first head has the NaN.
             if head == 6 {
@@ -114,10 +92,7 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
 
 #[test]
 fn edge_48_int8_counts_what_it_met() {
-    let mut rig = Rig::new(Params {
-        format: FORMATS[5],
-        ..Params::default()
-    });
+    let mut rig = Rig::new(Params { format: FORMATS[5], ..Params::default() });
     rig.values = |what, _, position, i| match (what, position, i) {
         (0, 3, 5) => f32::NAN,
         (1, 4, 6) => f32::INFINITY,
@@ -131,30 +106,16 @@ fn edge_48_int8_counts_what_it_met() {
 
 /// One vector of one head, appended in each input type and read back.
 fn stored(format: (Format, Option<ScaleKind>), tensor: TensorRef<'_>) -> (Vec<u8>, Vec<u8>) {
-    let params = Params {
-        format,
-        kv_heads: 1,
-        group: 1,
-        head_dim: 8,
-        ..Params::default()
-    };
+    let params = Params { format, kv_heads: 1, group: 1, head_dim: 8, ..Params::default() };
     let mut rig = Rig::new(params);
     let layout = rig.layout().clone();
     let scales = LayerScales { k: 1.0, v: 1.0 };
-    let args = AppendArgs {
-        layout: &layout,
-        layer: 0,
-        scales,
-        token_slots: &[3],
-        k: tensor,
-        v: tensor,
-    };
+    let args =
+        AppendArgs { layout: &layout, layer: 0, scales, token_slots: &[3], k: tensor, v: tensor };
     rig.device.append(&args).expect("append");
     let row = |kv| {
         let mut bytes = vec![0; 8 * layout.element_bytes as usize];
-        rig.device
-            .read(layout.row(0, 0, kv, 0, 3), &mut bytes)
-            .expect("a vector");
+        rig.device.read(layout.row(0, 0, kv, 0, 3), &mut bytes).expect("a vector");
         bytes
     };
     (row(Kv::K), row(Kv::V))
@@ -162,50 +123,25 @@ fn stored(format: (Format, Option<ScaleKind>), tensor: TensorRef<'_>) -> (Vec<u8
 
 #[test]
 fn edge_49_what_has_the_stored_type_is_stored_verbatim() {
-    let halves: Vec<f16> = [
-        0x7E01, 0xFC00, 0x0001, 0x8000, 0x7C01, 0x3C00, 0xFFFF, 0x03FF,
-    ]
-    .map(f16::from_bits)
-    .into();
+    let halves: Vec<f16> =
+        [0x7E01, 0xFC00, 0x0001, 0x8000, 0x7C01, 0x3C00, 0xFFFF, 0x03FF].map(f16::from_bits).into();
     let (k, v) = stored(FORMATS[1], TensorRef::F16(&halves));
     assert_eq!(k, v);
     assert!(
-        k.as_chunks()
-            .0
-            .iter()
-            .zip(&halves)
-            .all(|(b, h)| u16::from_le_bytes(*b) == h.to_bits())
+        k.as_chunks().0.iter().zip(&halves).all(|(b, h)| u16::from_le_bytes(*b) == h.to_bits())
     );
-    let brains: Vec<bf16> = [
-        0x7FC1, 0xFF80, 0x0001, 0x8000, 0x7F81, 0x3F80, 0xFFFF, 0x007F,
-    ]
-    .map(bf16::from_bits)
-    .into();
+    let brains: Vec<bf16> = [0x7FC1, 0xFF80, 0x0001, 0x8000, 0x7F81, 0x3F80, 0xFFFF, 0x007F]
+        .map(bf16::from_bits)
+        .into();
     let (k, _) = stored(FORMATS[2], TensorRef::Bf16(&brains));
     assert!(
-        k.as_chunks()
-            .0
-            .iter()
-            .zip(&brains)
-            .all(|(b, h)| u16::from_le_bytes(*b) == h.to_bits())
+        k.as_chunks().0.iter().zip(&brains).all(|(b, h)| u16::from_le_bytes(*b) == h.to_bits())
     );
-    let singles = [
-        f32::from_bits(0x7FC0_0001),
-        f32::INFINITY,
-        1e-45,
-        -0.0,
-        1.0,
-        2.0,
-        3.0,
-        f32::MAX,
-    ];
+    let singles =
+        [f32::from_bits(0x7FC0_0001), f32::INFINITY, 1e-45, -0.0, 1.0, 2.0, 3.0, f32::MAX];
     let (k, _) = stored(FORMATS[0], TensorRef::F32(&singles));
     assert!(
-        k.as_chunks()
-            .0
-            .iter()
-            .zip(singles)
-            .all(|(b, x)| u32::from_le_bytes(*b) == x.to_bits())
+        k.as_chunks().0.iter().zip(singles).all(|(b, x)| u32::from_le_bytes(*b) == x.to_bits())
     );
     // From bf16 to f16 and INT8 by way of f32.
     let (k, _) = stored(FORMATS[1], TensorRef::Bf16(&[bf16::from_f32(1.5); 8]));
@@ -241,11 +177,7 @@ fn token_slots_beyond_the_pool_write_nothing() {
 #[test]
 fn tables_that_name_no_block_are_refused() {
     for kernel in all_kernels() {
-        let params = Params {
-            mode: CacheMode::Paged,
-            kernel,
-            ..Params::default()
-        };
+        let params = Params { mode: CacheMode::Paged, kernel, ..Params::default() };
         let mut rig = Rig::new(params);
         let layout = rig.layout().clone();
         let row = rig.plan.groups[0].max_blocks_per_seq;
@@ -262,12 +194,7 @@ fn tables_that_name_no_block_are_refused() {
                 window: 0,
                 num_q_heads: 6,
                 softmax_scale: 1.0,
-                seqs: &[BatchSeq {
-                    slot: 0,
-                    row_start: 0,
-                    rows: 1,
-                    first_position: 16,
-                }],
+                seqs: &[BatchSeq { slot: 0, row_start: 0, rows: 1, first_position: 16 }],
                 tables: &tables,
                 table_row: row,
                 q: TensorRef::F32(&q),
@@ -297,25 +224,12 @@ fn copies_fills_and_reads_stay_inside() {
 #[test]
 fn what_is_allocated_is_what_the_plan_says() {
     for threads in [1, 2, 3] {
-        for params in [
-            Params::default(),
-            Params {
-                head_dim: 72,
-                group: 17,
-                ..Params::default()
-            },
-        ] {
+        for params in [Params::default(), Params { head_dim: 72, group: 17, ..Params::default() }] {
             let plan = plan(&params);
-            let config = DeviceConfig {
-                threads,
-                ..DeviceConfig::default()
-            };
+            let config = DeviceConfig { threads, ..DeviceConfig::default() };
             let device = CpuDevice::open(&plan, &config, None).expect("a device");
             let info = device.info();
-            assert_eq!(
-                info.workspace_bytes,
-                plan.cpu_workspace_bytes(threads).expect("fits")
-            );
+            assert_eq!(info.workspace_bytes, plan.cpu_workspace_bytes(threads).expect("fits"));
             assert_eq!(info.pool_bytes, plan.pool_bytes);
             assert_eq!(info.threads, threads);
             assert_eq!(device.base_ptr().addr() % 4096, 0);
@@ -327,30 +241,15 @@ fn what_is_allocated_is_what_the_plan_says() {
 fn the_best_kernel_is_chosen_and_named() {
     let names: Vec<&str> = kernels()
         .into_iter()
-        .map(|kernel| {
-            Rig::new(Params {
-                kernel,
-                ..Params::default()
-            })
-            .device
-            .info()
-            .kernel
-        })
+        .map(|kernel| Rig::new(Params { kernel, ..Params::default() }).device.info().kernel)
         .collect();
     let auto = Rig::new(Params::default()).device.info();
     assert_eq!(names.last(), Some(&auto.kernel));
     assert_eq!(names.first(), Some(&"portable"));
     let mut last = (Bytes(0), Bytes(0));
     let plan = plan(&Params::default());
-    let config = DeviceConfig {
-        kernel: KernelChoice::Reference,
-        ..DeviceConfig::default()
-    };
-    let device = CpuDevice::open(
-        &plan,
-        &config,
-        Some(&mut |done, total| last = (done, total)),
-    );
+    let config = DeviceConfig { kernel: KernelChoice::Reference, ..DeviceConfig::default() };
+    let device = CpuDevice::open(&plan, &config, Some(&mut |done, total| last = (done, total)));
     assert_eq!(device.expect("a device").info().kernel, "reference");
     assert_eq!(last, (plan.pool_bytes, plan.pool_bytes));
 }

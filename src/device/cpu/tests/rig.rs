@@ -87,9 +87,7 @@ pub(super) fn plan(params: &Params) -> Plan {
             }),
             hybrid: None,
         },
-        pool: PoolConfig {
-            capacity: Capacity::WorstCase,
-        },
+        pool: PoolConfig { capacity: Capacity::WorstCase },
         device: DeviceConfig::default(),
         workload: None,
         variant: Vec::new(),
@@ -141,11 +139,7 @@ pub(super) struct Answer {
 
 impl Answer {
     pub(super) fn bits(&self) -> Vec<u32> {
-        self.out
-            .iter()
-            .chain(&self.lse)
-            .map(|x| x.to_bits())
-            .collect()
+        self.out.iter().chain(&self.lse).map(|x| x.to_bits()).collect()
     }
 }
 
@@ -158,9 +152,7 @@ impl Rig {
             ..DeviceConfig::default()
         };
         let mut device = CpuDevice::open(&plan, &config, None).expect("a device");
-        device
-            .fill(0, plan.pool_bytes.get(), 0xFF)
-            .expect("the whole pool");
+        device.fill(0, plan.pool_bytes.get(), 0xFF).expect("the whole pool");
         let group = &plan.groups[0];
         let units = group.layout.units;
         // Blocks in an order that has nothing to do with positions.
@@ -169,16 +161,7 @@ impl Rig {
         let tables = vec![NO_BLOCK; (SLOTS * group.max_blocks_per_seq) as usize];
         let seqs = [(0, 0); SLOTS as usize];
         let counts = AppendCounts::default();
-        Self {
-            params,
-            plan,
-            device,
-            values: value,
-            seqs,
-            tables,
-            free,
-            counts,
-        }
+        Self { params, plan, device, values: value, seqs, tables, free, counts }
     }
 
     pub(super) fn layout(&self) -> &GroupLayout {
@@ -200,9 +183,7 @@ impl Rig {
             let entry = &mut self.tables[(slot * row + block) as usize];
             let gone = block * size >= sinks && (block + 1) * size <= from;
             if gone && *entry != NO_BLOCK {
-                self.device
-                    .fill(layout.unit(*entry), layout.unit_bytes, 0xFF)
-                    .expect("a block");
+                self.device.fill(layout.unit(*entry), layout.unit_bytes, 0xFF).expect("a block");
                 self.free.push(std::mem::replace(entry, NO_BLOCK));
             }
         }
@@ -239,11 +220,7 @@ impl Rig {
         let (k, v) = (numbers(0), numbers(1));
         let row = self.plan.groups[0].max_blocks_per_seq as usize;
         let table = &self.tables[slot as usize * row..][..row];
-        let view = SeqView {
-            layout: self.layout(),
-            table,
-            slot,
-        };
+        let view = SeqView { layout: self.layout(), table, slot };
         let token_slots: Vec<u64> = (len..len + n).map(|at| view.token_slot(at)).collect();
         let counts = self
             .device
@@ -273,12 +250,7 @@ impl Rig {
         for &(slot, rows) in batch {
             let (len, key) = self.seqs[slot as usize];
             let first_position = len - rows;
-            seqs.push(BatchSeq {
-                slot,
-                row_start,
-                rows,
-                first_position,
-            });
+            seqs.push(BatchSeq { slot, row_start, rows, first_position });
             row_start += rows;
             for position in first_position..len {
                 q.extend((0..per_token).map(|i| (self.values)(2, key, position, i)));
@@ -300,11 +272,7 @@ impl Rig {
                 tables: &self.tables,
                 table_row: self.plan.groups[0].max_blocks_per_seq,
                 q: TensorRef::F32(&q),
-                out: if half {
-                    TensorMut::F16(&mut halves)
-                } else {
-                    TensorMut::F32(&mut out)
-                },
+                out: if half { TensorMut::F16(&mut halves) } else { TensorMut::F32(&mut out) },
                 lse: Some(&mut lse),
             })
             .expect("attend");
@@ -329,12 +297,8 @@ impl Rig {
 
 /// The fast kernels that this CPU has.
 pub(super) fn kernels() -> Vec<KernelChoice> {
-    [
-        KernelChoice::Portable,
-        KernelChoice::Avx2,
-        KernelChoice::Avx512,
-    ]
-    .into_iter()
-    .filter(|choice| kernel::choose(*choice).is_ok())
-    .collect()
+    [KernelChoice::Portable, KernelChoice::Avx2, KernelChoice::Avx512]
+        .into_iter()
+        .filter(|choice| kernel::choose(*choice).is_ok())
+        .collect()
 }

@@ -25,17 +25,10 @@ fn format_tolerance((format, scale): (Format, Option<ScaleKind>)) -> f32 {
 }
 
 fn assert_close(got: &Answer, expected: &Answer, tolerance: f32, what: &dyn std::fmt::Debug) {
-    let pairs = got
-        .out
-        .iter()
-        .zip(&expected.out)
-        .chain(got.lse.iter().zip(&expected.lse));
+    let pairs = got.out.iter().zip(&expected.out).chain(got.lse.iter().zip(&expected.lse));
     for (i, (got, expected)) in pairs.enumerate() {
         let bound = tolerance * expected.abs().max(1.0);
-        assert!(
-            (got - expected).abs() <= bound,
-            "element {i}: {got}, not {expected}: {what:?}"
-        );
+        assert!((got - expected).abs() <= bound, "element {i}: {got}, not {expected}: {what:?}");
     }
 }
 
@@ -61,9 +54,8 @@ fn every_kernel_agrees_with_the_reference() {
             if format.1 == Some(ScaleKind::PerGroup32) && head_dim % 32 != 0 {
                 continue;
             }
-            for (kv_heads, group) in [1, 3, 8]
-                .into_iter()
-                .flat_map(|kv| [1, 3, 4, 8].map(|group| (kv, group)))
+            for (kv_heads, group) in
+                [1, 3, 8].into_iter().flat_map(|kv| [1, 3, 4, 8].map(|group| (kv, group)))
             {
                 let (mode, tokens_per_block, window, sinks) = ARRANGEMENTS[case % 7];
                 let len = LENGTHS[case / 7 % 5];
@@ -95,10 +87,7 @@ fn check(params: Params, len: u32) {
     rig.append(1, len, u32::MAX);
     let batch = [(1, len.min(2))];
     let expected = rig.attend(&batch);
-    assert!(
-        expected.out.iter().all(|x| x.is_finite()),
-        "poison was read: {params:?}"
-    );
+    assert!(expected.out.iter().all(|x| x.is_finite()), "poison was read: {params:?}");
     for kernel in kernels() {
         rig.use_kernel(kernel);
         let what = (params, len, kernel);
@@ -113,41 +102,23 @@ fn check(params: Params, len: u32) {
 fn every_format_stays_close_to_f32() {
     for kernel in kernels().into_iter().chain([KernelChoice::Reference]) {
         let answers = FORMATS.map(|format| {
-            let mut rig = Rig::new(Params {
-                format,
-                head_dim: 96,
-                kernel,
-                ..Params::default()
-            });
+            let mut rig = Rig::new(Params { format, head_dim: 96, kernel, ..Params::default() });
             rig.begin(0, 7);
             rig.append(0, 700, u32::MAX);
             rig.attend(&[(0, 3)])
         });
         for (format, answer) in FORMATS.into_iter().zip(&answers) {
-            assert_close(
-                answer,
-                &answers[0],
-                format_tolerance(format),
-                &(kernel, format),
-            );
+            assert_close(answer, &answers[0], format_tolerance(format), &(kernel, format));
         }
     }
 }
 
 #[test]
 fn a_prefill_agrees_with_the_reference() {
-    for (mode, window, sinks) in [
-        (CacheMode::Contiguous, 0, 0),
-        (CacheMode::Paged, 40, 3),
-        (CacheMode::Contiguous, 200, 3),
-    ] {
-        let params = Params {
-            mode,
-            window,
-            sinks,
-            threads: 2,
-            ..Params::default()
-        };
+    for (mode, window, sinks) in
+        [(CacheMode::Contiguous, 0, 0), (CacheMode::Paged, 40, 3), (CacheMode::Contiguous, 200, 3)]
+    {
+        let params = Params { mode, window, sinks, threads: 2, ..Params::default() };
         let mut rig = Rig::new(params);
         rig.begin(0, 1);
         rig.begin(2, 2);
@@ -159,12 +130,7 @@ fn a_prefill_agrees_with_the_reference() {
         let expected = rig.attend(&batch);
         for kernel in kernels() {
             rig.use_kernel(kernel);
-            assert_close(
-                &rig.attend(&batch),
-                &expected,
-                tolerance(Format::F16),
-                &params,
-            );
+            assert_close(&rig.attend(&batch), &expected, tolerance(Format::F16), &params);
         }
     }
 }
@@ -172,10 +138,7 @@ fn a_prefill_agrees_with_the_reference() {
 #[test]
 fn large_scores_do_not_overflow() {
     for format in FORMATS {
-        let mut rig = Rig::new(Params {
-            format,
-            ..Params::default()
-        });
+        let mut rig = Rig::new(Params { format, ..Params::default() });
         // Scores of some thousands, which exp in f32 would turn into infinity.
         rig.values = |what, key, position, i| {
             value(what, key, position, i) * if what == 2 { 3e4 } else { 1.0 }
