@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the bottom to the top: a folder may use those before it.
-const LAYERS: [&str; 9] =
-    ["units", "error", "config", "plan", "device", "pool", "cache", "job", "cli"];
+const LAYERS: [&str; 10] =
+    ["units", "error", "config", "plan", "device", "pool", "cache", "bench", "job", "cli"];
 
 /// Every Rust file under a folder.
 fn rust_files(folder: &Path, found: &mut Vec<PathBuf>) {

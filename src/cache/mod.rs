@@ -14,8 +14,10 @@
 mod admission;
 mod audit;
 mod batch;
+mod fork;
 mod sequence;
 mod step;
+mod truncate;
 
 pub use admission::{BeginOptions, Begun};
 pub use batch::Csr;
@@ -32,7 +34,7 @@ use crate::plan::{GroupKind, NO_BLOCK, Plan};
 use crate::pool::{BlockHandle, BlockStore, GroupStats, Pool, Stats};
 use crate::units::{BlockId, Bytes, GroupIdx, SeqSlot};
 use batch::Batch;
-use sequence::{GroupState, SeqTable};
+use sequence::SeqTable;
 
 /// The next cache's id: what makes a handle of one cache foreign to every other.
 static NEXT_CACHE_ID: AtomicU32 = AtomicU32::new(1);
@@ -160,111 +162,6 @@ impl Cache {
             }
         }
         self.seqs.give_back(slot);
-        Ok(())
-    }
-
-    /// Rewinds a sequence to its first `len` tokens. Blocks that hold none of them go back to
-    /// the sequence's promise (guaranteed admission) or to the pool.
-    ///
-    /// A plan without windowed layers can be rewound to any length. Windowed layers keep what the
-    /// window and `limits.max_rewind_tokens` ask for, in every mode alike, so a rewind further
-    /// back than that is refused, except to 0.
-    ///
-    /// # Errors
-    /// A stale or foreign handle, [`CacheError::TruncateBeyondEnd`], [`CacheError::WindowGone`];
-    /// nothing changes.
-    pub fn truncate(&mut self, sequence: SeqHandle, len: u32) -> Result<(), CacheError> {
-        let slot = self.seqs.check(sequence)?;
-        let record = *self.seqs.record(slot);
-        if len > record.len {
-            return Err(CacheError::TruncateBeyondEnd { wanted: len, len: record.len });
-        }
-        if len > 0 {
-            self.check_rewind(len, record.high_water)?;
-        }
-        let high_water = if len == 0 { 0 } else { record.high_water };
-        for group in 0..self.plan.groups.len() {
-            let before = self.live_in(group, slot);
-            let per_block = self.plan.groups[group].layout.unit_tokens;
-            if self.pool.store(group).is_some() {
-                self.give_back_from(group, slot, len.div_ceil(per_block));
-            }
-            let after = self.live_of(group, len, high_water);
-            self.live_tokens[group] = self.live_tokens[group] - before + after;
-        }
-        let record = self.seqs.record_mut(slot);
-        record.len = len;
-        record.high_water = high_water;
-        Ok(())
-    }
-
-    /// Refuses a rewind to where a windowed layer has given tokens up.
-    fn check_rewind(&self, len: u32, high_water: u32) -> Result<(), CacheError> {
-        for (g, group) in (0..).zip(&self.plan.groups) {
-            let Some(window) = group.window else { continue };
-            let kept_from = self.plan.keep_from(GroupIdx(g), high_water);
-            if (len + 1).saturating_sub(window) < kept_from {
-                let shortest = kept_from + window - 1;
-                return Err(CacheError::WindowGone { wanted: len, window, kept_from, shortest });
-            }
-        }
-        Ok(())
-    }
-
-    /// A second sequence with the same tokens: every block and slot is copied. Its limit is the
-    /// first one's.
-    ///
-    /// # Errors
-    /// A stale or foreign handle, or as [`Cache::begin`]; nothing changes.
-    pub fn fork(&mut self, sequence: SeqHandle) -> Result<SeqHandle, CacheError> {
-        let source = self.seqs.check(sequence)?;
-        let record = *self.seqs.record(source);
-        self.check_room_for_fork(source)?;
-        let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
-        let copy = self.seqs.take(None, record.limit).ok_or(no_slot)?;
-        self.seqs.record_mut(copy.slot).len = record.len;
-        self.seqs.record_mut(copy.slot).high_water = record.high_water;
-        for group in 0..self.plan.groups.len() {
-            self.live_tokens[group] += self.live_in(group, source);
-        }
-        let copied = (0..self.plan.groups.len())
-            .try_for_each(|group| self.copy_group(group, source, copy.slot));
-        if let Err(error) = copied {
-            self.release(copy)?;
-            return Err(error);
-        }
-        self.counters.seqs_begun += 1;
-        self.note_peaks();
-        Ok(copy)
-    }
-
-    /// Copies what `source` holds of a group to `target`, a fresh slot. Room has been checked.
-    /// At every moment `target`'s state says what it holds, so that it can be released.
-    fn copy_group(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
-        let layout = &self.plan.groups[group].layout;
-        let unit_bytes = layout.unit_bytes;
-        let Some(store) = self.pool.store_mut(group) else {
-            let (from, to) = (layout.unit(source), layout.unit(target));
-            self.pool.device.copy(from, to, unit_bytes)?;
-            self.counters.copied_bytes.0 += unit_bytes;
-            return Ok(());
-        };
-        let state = *self.seqs.state(source, group);
-        store.promise(state.quota, 0);
-        *self.seqs.state_mut(target, group) = GroupState { held: 0, next: 0, ..state };
-        let row = self.plan.groups[group].max_blocks_per_seq as usize;
-        for at in 0..state.next {
-            self.seqs.state_mut(target, group).next = at + 1;
-            let from = self.tables[group][source as usize * row + at as usize];
-            if from == NO_BLOCK {
-                continue;
-            }
-            // `check_room_for_fork` counted the blocks.
-            let to = self.take_block(group, target, at).ok_or(self.exhausted(group, state.held))?;
-            let layout = &self.plan.groups[group].layout;
-            self.pool.device.copy(layout.unit(from), layout.unit(to.0), unit_bytes)?;
-            self.counters.copied_bytes.0 += unit_bytes;
-        }
         Ok(())
     }
 
