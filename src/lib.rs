@@ -67,6 +67,7 @@
 //! that is refused leaves no trace. A handle that was released is refused for ever. A freed
 //! block's bytes are never seen by the next owner. Each of these has a test.
 
+pub mod bench;
 pub mod cache;
 
 pub mod config;

@@ -1,0 +1,386 @@
+//! Decode, append and prefill: the cases and how one is measured.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::time::Instant;
+
+use super::{Measurement, Options};
+use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle, Step};
+use crate::config::{CacheMode, Format, parse};
+use crate::device::{TensorMut, TensorRef};
+use crate::error::{CacheError, OpenError};
+use crate::plan::{Kv, Plan};
+use crate::units::LayerIdx;
+
+/// Which verb is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Attention of one new token of each sequence.
+    Decode,
+    /// Storing K and V of new tokens.
+    Append,
+    /// Attention of many new tokens of each sequence.
+    Prefill,
+}
+
+/// One shape: heads, sequences, tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Which verb is timed.
+    pub operation: Operation,
+    /// Query heads.
+    pub num_q_heads: u32,
+    /// KV heads.
+    pub num_kv_heads: u32,
+    /// Elements of a vector.
+    pub head_dim: u32,
+    /// Sequences.
+    pub num_seqs: u32,
+    /// Tokens of each sequence before the step.
+    pub cached: u32,
+    /// Tokens of each sequence in the step.
+    pub rows: u32,
+}
+
+/// A format in a mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// The format.
+    pub format: Format,
+    /// The mode.
+    pub mode: CacheMode,
+}
+
+/// The shapes of an operation: those that the peers were measured at, in layers of models that
+/// people run.
+#[must_use]
+pub fn shapes(operation: Operation) -> Vec<Shape> {
+    let shape = |num_q_heads, num_kv_heads, num_seqs, cached, rows| Shape {
+        operation,
+        num_q_heads,
+        num_kv_heads,
+        head_dim: 128,
+        num_seqs,
+        cached,
+        rows,
+    };
+    match operation {
+        // The context counts the new token.
+        Operation::Decode => vec![
+            shape(32, 8, 1, 4095, 1),
+            shape(32, 8, 1, 32767, 1),
+            shape(32, 8, 16, 2047, 1),
+            shape(32, 32, 1, 2047, 1),
+            shape(32, 32, 8, 2047, 1),
+        ],
+        Operation::Append => vec![shape(32, 8, 1, 0, 16), shape(32, 8, 1, 0, 512)],
+        Operation::Prefill => vec![shape(32, 8, 1, 0, 512), shape(32, 8, 1, 4096, 512)],
+    }
+}
+
+impl Shape {
+    /// The name in reports: operation, heads, sequences × tokens.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let heads = format!("q{}kv{}d{}", self.num_q_heads, self.num_kv_heads, self.head_dim);
+        let context = self.cached + self.rows;
+        match self.operation {
+            Operation::Decode => format!("decode/{heads}/{}x{context}", self.num_seqs),
+            Operation::Append => format!("append/{heads}/{}", self.rows),
+            Operation::Prefill => format!("prefill/{heads}/{}+{}", self.cached, self.rows),
+        }
+    }
+
+    /// Multiplications and additions of one call, two for each pair: q·k and p·v over all keys
+    /// that each query sees.
+    fn flops(&self) -> f64 {
+        if self.operation == Operation::Append {
+            return 0.0;
+        }
+        let (cached, rows) = (f64::from(self.cached), f64::from(self.rows));
+        let keys = rows * cached + rows * (rows + 1.0) / 2.0;
+        let heads = f64::from(self.num_q_heads) * f64::from(self.num_seqs);
+        4.0 * keys * heads * f64::from(self.head_dim)
+    }
+
+    /// Tokens whose K and V one call must read, or write, at least once.
+    fn tokens(&self) -> u64 {
+        let per_seq = match self.operation {
+            Operation::Append => self.rows,
+            Operation::Decode | Operation::Prefill => self.cached + self.rows,
+        };
+        u64::from(self.num_seqs) * u64::from(per_seq)
+    }
+}
+
+/// An open cache with its sequences at the point before the timed step.
+pub struct Case {
+    cache: Cache,
+    seqs: Vec<(SeqHandle, u32)>,
+    variant: Variant,
+    num_layers: u32,
+}
+
+/// The tokens of one step while a case is filled.
+const FILL_TOKENS: u32 = 1024;
+
+/// Tensors for the largest step, the same for every layer and variant.
+struct Inputs {
+    kv: Vec<f32>,
+    q: Vec<f32>,
+}
+
+impl Inputs {
+    fn new(shape: &Shape) -> Self {
+        let rows = (shape.rows * shape.num_seqs) as usize;
+        let kv_row = (shape.num_kv_heads * shape.head_dim) as usize;
+        let q_row = (shape.num_q_heads * shape.head_dim) as usize;
+        // Twice the largest step, so that K and V are different stretches.
+        let kv = normal(1, 2 * rows.max(FILL_TOKENS as usize) * kv_row);
+        Self { kv, q: normal(2, rows * q_row) }
+    }
+
+    /// K and V of `tokens` tokens.
+    fn kv(&self, tokens: usize, row: usize) -> (TensorRef<'_>, TensorRef<'_>) {
+        let half = self.kv.len() / 2;
+        let len = tokens * row;
+        (TensorRef::F32(&self.kv[..len]), TensorRef::F32(&self.kv[half..half + len]))
+    }
+}
+
+/// Roughly normal numbers from a fixed seed.
+fn normal(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut piece = move || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        #[expect(clippy::cast_precision_loss, reason = "16 bits")]
+        let value = (state >> 48) as f32 / 65536.0 - 0.5;
+        value
+    };
+    (0..count).map(|_| (piece() + piece() + piece() + piece()) * 1.732).collect()
+}
+
+impl Case {
+    /// Opens and fills one variant of a shape.
+    ///
+    /// # Errors
+    /// What the plan, the machine's memory or the device refuses.
+    fn open(
+        shape: &Shape,
+        variant: Variant,
+        options: &Options,
+        threads: u32,
+        inputs: &Inputs,
+    ) -> Result<Self, OpenError> {
+        let Variant { format, mode } = variant;
+        let context = shape.cached + shape.rows;
+        let row_bytes = u64::from(shape.head_dim) * if format == Format::Int8 { 1 } else { 2 };
+        let layer_bytes = shape.tokens() * 2 * u64::from(shape.num_kv_heads) * row_bytes;
+        let wanted = options.footprint_bytes.div_ceil(layer_bytes).clamp(2, 512);
+        let num_layers = u32::try_from(wanted).unwrap_or(2);
+        let batch_tokens = (shape.rows * shape.num_seqs).max(FILL_TOKENS);
+        let mut toml = format!(
+            "[model]\nnum_layers = {num_layers}\nnum_q_heads = {}\nnum_kv_heads = {}\n\
+             head_dim = {}\n[limits]\nmax_seqs = {}\nmax_seq_len = {context}\n\
+             max_batch_tokens = {batch_tokens}\n[cache]\nmode = \"{mode}\"\nformat = \"{format}\"\n",
+            shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.num_seqs
+        );
+        if mode == CacheMode::Hybrid {
+            // Writing to a String cannot fail.
+            let _ = writeln!(toml, "hybrid.contiguous_layers = \"first:{}\"", num_layers / 2);
+        }
+        let _ = writeln!(toml, "[device]\nthreads = {threads}\nkernel = \"{}\"", options.kernel);
+        // The text above is this function's own: that it parses is held by a test of every shape.
+        let source = parse(&toml, Path::new("bench"), &[]).expect("a valid configuration");
+        let plan = Plan::new(&source.config, &source.geometry)?;
+        let mut cache = Cache::open_on_cpu(plan, &source.config.device, None)?;
+        let seqs = fill(&mut cache, shape, num_layers, inputs).expect("the plan holds the shape");
+        Ok(Self { cache, seqs, variant, num_layers })
+    }
+}
+
+/// Gives each sequence its cached tokens, in blocks that a running server would have: one step
+/// after the other over all sequences, so that neighbours in memory belong to different ones.
+fn fill(
+    cache: &mut Cache,
+    shape: &Shape,
+    num_layers: u32,
+    inputs: &Inputs,
+) -> Result<Vec<(SeqHandle, u32)>, CacheError> {
+    let row = (shape.num_kv_heads * shape.head_dim) as usize;
+    let seqs: Vec<SeqHandle> = (0..shape.num_seqs)
+        .map(|_| cache.begin(&[], BeginOptions::default()).map(|begun| begun.sequence))
+        .collect::<Result<_, _>>()?;
+    let per_seq = (FILL_TOKENS / shape.num_seqs).max(1);
+    let mut done = 0;
+    while done < shape.cached {
+        let now = per_seq.min(shape.cached - done);
+        let batch: Vec<_> = seqs.iter().map(|seq| (*seq, now)).collect();
+        let mut step = cache.reserve(&batch)?;
+        let (k, v) = inputs.kv(step.num_tokens(), row);
+        for layer in 0..num_layers {
+            step.append(LayerIdx(layer), k, v)?;
+        }
+        step.commit()?;
+        done += now;
+    }
+    Ok(seqs.into_iter().map(|seq| (seq, shape.rows)).collect())
+}
+
+/// Measures every variant of a shape, taking turns.
+///
+/// # Errors
+/// A variant that cannot be opened.
+pub(super) fn measure(
+    shape: &Shape,
+    options: &Options,
+    threads: u32,
+) -> Result<Vec<Measurement>, OpenError> {
+    let inputs = Inputs::new(shape);
+    let mut cases = Vec::new();
+    for &format in &options.formats {
+        for &mode in &options.modes {
+            let variant = Variant { format, mode };
+            cases.push(Case::open(shape, variant, options, threads, &inputs)?);
+        }
+    }
+    let timed = match shape.operation {
+        Operation::Append => time_append(&mut cases, shape, options.seconds, &inputs),
+        Operation::Decode | Operation::Prefill => {
+            time_attend(&mut cases, shape, options.seconds, &inputs)
+        }
+    };
+    let (times, checksums) = timed.expect("the plan holds the shape");
+    Ok(cases
+        .iter()
+        .zip(times)
+        .zip(checksums)
+        .map(|((case, times), checksum)| summary(shape, case, times, checksum))
+        .collect())
+}
+
+/// Seconds of every call of every case, and a hash of each case's results.
+type Timed = (Vec<Vec<f64>>, Vec<u64>);
+
+/// Rounds that are not counted: they warm the code and the clock up.
+const WARM_UP: usize = 2;
+
+/// The least rounds that a median is taken over.
+const ROUNDS_MIN: usize = 9;
+
+fn time_attend(
+    cases: &mut [Case],
+    shape: &Shape,
+    seconds: f64,
+    inputs: &Inputs,
+) -> Result<Timed, CacheError> {
+    let row = (shape.num_kv_heads * shape.head_dim) as usize;
+    let mut out = vec![0.0_f32; inputs.q.len()];
+    let mut times = vec![Vec::new(); cases.len()];
+    let mut checksums = Vec::new();
+    let layers: Vec<u32> = cases.iter().map(|case| case.num_layers).collect();
+    let mut steps: Vec<Step<'_>> = Vec::new();
+    for case in cases {
+        let mut step = case.cache.reserve(&case.seqs)?;
+        let (k, v) = inputs.kv(step.num_tokens(), row);
+        for layer in 0..case.num_layers {
+            step.append(LayerIdx(layer), k, v)?;
+        }
+        steps.push(step);
+    }
+    let start = Instant::now();
+    let mut round = 0;
+    while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < seconds {
+        for (at, step) in steps.iter_mut().enumerate() {
+            let layer = LayerIdx(u32::try_from(round).unwrap_or(0) % layers[at]);
+            let (q, out) = (TensorRef::F32(&inputs.q), TensorMut::F32(&mut out));
+            let call = Instant::now();
+            step.attend(layer, q, out, AttendOptions::default())?;
+            if round >= WARM_UP {
+                times[at].push(call.elapsed().as_secs_f64());
+            }
+        }
+        round += 1;
+    }
+    for step in &mut steps {
+        let (q, all) = (TensorRef::F32(&inputs.q), TensorMut::F32(&mut out));
+        step.attend(LayerIdx(0), q, all, AttendOptions::default())?;
+        checksums.push(hash(&out));
+    }
+    Ok((times, checksums))
+}
+
+fn time_append(
+    cases: &mut [Case],
+    shape: &Shape,
+    seconds: f64,
+    inputs: &Inputs,
+) -> Result<Timed, CacheError> {
+    let row = (shape.num_kv_heads * shape.head_dim) as usize;
+    let mut times = vec![Vec::new(); cases.len()];
+    let start = Instant::now();
+    let mut round = 0;
+    while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < seconds {
+        for (at, case) in cases.iter_mut().enumerate() {
+            let mut step = case.cache.reserve(&case.seqs)?;
+            let (k, v) = inputs.kv(step.num_tokens(), row);
+            for layer in 0..case.num_layers {
+                let call = Instant::now();
+                step.append(LayerIdx(layer), k, v)?;
+                if round >= WARM_UP {
+                    times[at].push(call.elapsed().as_secs_f64());
+                }
+            }
+        }
+        round += 1;
+    }
+    let mut checksums = Vec::new();
+    for case in cases {
+        let mut step = case.cache.reserve(&case.seqs)?;
+        let tokens = step.num_tokens();
+        let (k, v) = inputs.kv(tokens, row);
+        for layer in 0..case.num_layers {
+            step.append(LayerIdx(layer), k, v)?;
+        }
+        step.commit()?;
+        let mut stored = vec![0.0; shape.rows as usize * row];
+        let (seq, rows) = case.seqs[0];
+        let end = shape.cached + rows;
+        case.cache.export(seq, LayerIdx(1), Kv::K, shape.cached, end, &mut stored)?;
+        checksums.push(hash(&stored));
+    }
+    Ok((times, checksums))
+}
+
+/// FNV-1a over the bits.
+fn hash(values: &[f32]) -> u64 {
+    values.iter().fold(0xCBF2_9CE4_8422_2325, |hash, value| {
+        (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01B3)
+    })
+}
+
+fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Measurement {
+    times.sort_by(f64::total_cmp);
+    let median = times[times.len() / 2];
+    let plan = case.cache.plan();
+    let per_layer = plan.bytes_per_token.get() / u64::from(case.num_layers);
+    #[expect(clippy::cast_precision_loss, reason = "sizes below 2^53")]
+    let bytes = (shape.tokens() * per_layer) as f64;
+    let device = case.cache.device_info();
+    Measurement {
+        shape: shape.name(),
+        mode: case.variant.mode.name(),
+        format: plan.format.name(),
+        path: device.kernel,
+        threads: device.threads,
+        median_us: median * 1e6,
+        min_us: times[0] * 1e6,
+        gbps: bytes / median / 1e9,
+        dram_gbps: 0.0,
+        fraction: 0.0,
+        gflops: shape.flops() / median / 1e9,
+        calls: times.len(),
+        checksum: format!("{checksum:016x}"),
+    }
+}

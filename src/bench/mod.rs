@@ -1,0 +1,100 @@
+//! `kvpool bench`: how fast the device's kernels are, beside what the memory allows.
+//!
+//! Every run first reads memory with plain loads and reports that speed, so that each figure
+//! stands beside the limit of the same minute on the same machine. All variants of a shape are
+//! open at once and take turns, call by call, over enough layers that no cache holds what is read;
+//! figures are medians. The criterion groups in `benches/` call the same functions.
+
+mod attention;
+mod dram;
+
+pub use attention::{Case, Operation, Shape, Variant, shapes};
+pub use dram::read_gbps;
+
+use serde::Serialize;
+
+use crate::config::{CacheMode, Format, KernelChoice};
+use crate::error::OpenError;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Decode, append or prefill.
+    pub operation: Operation,
+    /// Substring of the shapes' names; empty = all.
+    pub filter: String,
+    /// Formats, each in every mode.
+    pub formats: Vec<Format>,
+    /// Modes, each in every format.
+    pub modes: Vec<CacheMode>,
+    /// Kernels.
+    pub kernel: KernelChoice,
+    /// Thread counts, one after the other.
+    pub threads: Vec<u32>,
+    /// Seconds that the calls of one shape and thread count may take together.
+    pub seconds: f64,
+    /// Bytes that the layers of each variant take at least, so that none stays in a cache.
+    pub footprint_bytes: u64,
+}
+
+/// One measured variant.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measurement {
+    /// The shape, such as `decode/32x8x128/1x4096`.
+    pub shape: String,
+    /// `contiguous`, `paged` or `hybrid`.
+    pub mode: &'static str,
+    /// `f16`, `int8`, …
+    pub format: &'static str,
+    /// The kernels, such as `avx512`.
+    pub path: &'static str,
+    /// Threads that compute.
+    pub threads: u32,
+    /// Median time of one call for one layer, in microseconds.
+    pub median_us: f64,
+    /// The fastest call.
+    pub min_us: f64,
+    /// Bytes of K, V and scales that the call must read (decode, prefill) or write (append) once,
+    /// divided by the median time: 10⁹ bytes a second.
+    pub gbps: f64,
+    /// The speed at which the same number of threads read memory in the same run.
+    pub dram_gbps: f64,
+    /// `gbps / dram_gbps`.
+    pub fraction: f64,
+    /// Multiplications and additions a second, in 10⁹, two for each pair; 0 for append.
+    pub gflops: f64,
+    /// Calls that the median is over.
+    pub calls: usize,
+    /// A hash of the outputs: equal between the modes of one format and shape.
+    pub checksum: String,
+}
+
+/// Measures everything that the options ask for; `each` hears of every shape as it is done.
+///
+/// # Errors
+/// A variant that cannot be opened.
+pub fn run(
+    options: &Options,
+    each: &mut dyn FnMut(&[Measurement]),
+) -> Result<Vec<Measurement>, OpenError> {
+    let mut all = Vec::new();
+    for &threads in &options.threads {
+        for shape in shapes(options.operation) {
+            if !shape.name().contains(&options.filter) {
+                continue;
+            }
+            let dram_before = read_gbps(threads);
+            let mut measured = attention::measure(&shape, options, threads)?;
+            // The neighbours of a shared machine come and go: the limit is taken before and
+            // after, and the higher one counts.
+            let dram_gbps = dram_before.max(read_gbps(threads));
+            for one in &mut measured {
+                one.dram_gbps = dram_gbps;
+                one.fraction = one.gbps / dram_gbps;
+            }
+            each(&measured);
+            all.extend(measured);
+        }
+    }
+    Ok(all)
+}
