@@ -5,7 +5,7 @@
 //! allocates nothing, so a refused call keeps promise P1.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::units::{Bytes, GroupIdx, LayerIdx, Overflow, SizeError, grouped};
 
@@ -472,7 +472,7 @@ pub enum JobError {
         source: CacheError,
     },
     /// A line of a trace.
-    #[error("{}:{line}: {problem}", path.display())]
+    #[error("{}: {problem}", place(path, *line))]
     Trace {
         /// The trace.
         path: PathBuf,
@@ -489,6 +489,14 @@ pub enum JobError {
         /// Why.
         problem: String,
     },
+}
+
+/// A file, and a line of it if one is meant.
+fn place(path: &Path, line: u64) -> String {
+    match line {
+        0 => path.display().to_string(),
+        line => format!("{}:{line}", path.display()),
+    }
 }
 
 impl From<SizeError> for PlanError {

@@ -69,11 +69,14 @@
 
 pub mod bench;
 pub mod cache;
+#[cfg(feature = "cli")]
+pub mod cli;
 
 pub mod config;
 pub mod device;
 pub mod error;
 
+pub mod job;
 pub mod plan;
 pub mod pool;
 pub mod units;

@@ -38,8 +38,8 @@ impl Plan {
         )?;
         writeln!(
             out,
-            "limits    {} sequences of {} tokens; a step: {} tokens, {} of one sequence",
-            grouped(self.limits.max_seqs.into()),
+            "limits    {} of {} tokens; a step: {} tokens, {} of one sequence",
+            sequences(self.limits.max_seqs),
             grouped(self.limits.max_seq_len.into()),
             grouped(self.limits.max_batch_tokens.into()),
             grouped(self.limits.max_step_tokens.into())
@@ -87,8 +87,8 @@ impl Plan {
         )?;
         writeln!(
             out,
-            "{} such sequences: {}",
-            grouped(self.limits.max_seqs.into()),
+            "{} of that length: {}",
+            sequences(self.limits.max_seqs),
             show(naive(self.limits.max_seqs))
         )
     }
@@ -137,10 +137,10 @@ impl Plan {
         )?;
         writeln!(
             out,
-            "capacity  {} tokens; {} full-length sequences are certain to run to their end at once; {} sequences at most",
+            "capacity  {} tokens; certain to run to full length at once: {}; alive at once at most: {}",
             grouped(self.capacity_tokens),
-            grouped(self.full_length_seqs.into()),
-            grouped(self.seq_slots.into())
+            sequences(self.full_length_seqs),
+            sequences(self.seq_slots)
         )?;
         if self.full_length_seqs == 0 {
             writeln!(
@@ -166,6 +166,11 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// `1 sequence`, `2 sequences`.
+fn sequences(count: u32) -> String {
+    format!("{} sequence{}", grouped(count.into()), if count == 1 { "" } else { "s" })
 }
 
 /// The group's layers, shortened: `0-4, 6-10` or `29 of 34`.

@@ -1,0 +1,200 @@
+//! The command line.
+//!
+//! - `kvpool run CONFIG` drives the file's workload through each of its variants.
+//! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
+//! - `kvpool config CONFIG` prints the settings in force.
+//! - `kvpool presets` lists the built-in models.
+//!
+//! Results go to the standard output, errors and progress to the standard error. The exit status
+//! is 0 when all is well, 1 when something failed while it ran, and 2 for a wrong command line or
+//! configuration.
+
+mod plan;
+mod presets;
+mod progress;
+mod run;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::{self, Source};
+use crate::error::{ConfigError, JobError, PlanError};
+
+/// A static pooled KV cache: plan it, run a job through it.
+#[derive(Debug, Parser)]
+#[command(name = "kvpool", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Drive the file's workload through each of its variants, and check the answers
+    Run {
+        #[command(flatten)]
+        file: File,
+        /// Print one JSON document instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Also write results.json and results.csv into this folder
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Show what the file will allocate, to the byte; allocates nothing
+    Plan {
+        #[command(flatten)]
+        file: File,
+        /// Print one JSON document instead of text
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the settings in force as TOML
+    Config {
+        #[command(flatten)]
+        file: File,
+    },
+    /// List the built-in models
+    Presets {
+        /// Print one JSON document instead of a table
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// A configuration file and what the command line changes in it.
+#[derive(Debug, Args)]
+struct File {
+    /// The configuration file
+    #[arg(value_name = "CONFIG")]
+    path: PathBuf,
+    /// Replace a setting, such as --set limits.max_seqs=8; can be given more than once
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+impl File {
+    fn load(&self) -> Result<Source, ConfigError> {
+        config::load(&self.path, &self.overrides)
+    }
+}
+
+/// What ends the program early.
+#[derive(Debug, thiserror::Error)]
+enum CliError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("{0}")]
+    Plan(#[from] PlanError),
+    #[error(transparent)]
+    Job(#[from] JobError),
+    #[error("the standard output cannot be written: {0}")]
+    Output(#[from] io::Error),
+    /// The job ran, and this is not as it must be. A line each.
+    #[error("{}", .0.join("\nerror: "))]
+    Problems(Vec<String>),
+}
+
+impl CliError {
+    /// Whether the command line or the file is at fault, and not the run.
+    fn is_usage(&self) -> bool {
+        matches!(
+            self,
+            Self::Config(_)
+                | Self::Plan(_)
+                | Self::Job(JobError::Config(_) | JobError::NoWorkload { .. })
+        )
+    }
+}
+
+/// Runs the program with the process's arguments.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Also --help and --version. When nobody reads it, there is nobody to tell.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+        }
+    };
+    match dispatch(&cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader has seen enough (`kvpool presets | head -3`).
+        Err(CliError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            // If not even this can be written, the status still tells.
+            let _ = writeln!(io::stderr().lock(), "error: {error}");
+            ExitCode::from(if error.is_usage() { 2 } else { 1 })
+        }
+    }
+}
+
+fn dispatch(command: &Command) -> Result<(), CliError> {
+    match command {
+        Command::Run { file, json, out } => run::run(&file.load()?, *json, out.as_deref()),
+        Command::Plan { file, json } => plan::run(&file.load()?, *json),
+        Command::Config { file } => print_config(&file.load()?),
+        Command::Presets { json } => presets::run(*json),
+    }
+}
+
+fn print_config(source: &Source) -> Result<(), CliError> {
+    let text = toml::to_string_pretty(&source.config).map_err(io::Error::other)?;
+    print(&text)
+}
+
+/// Writes a text to the standard output.
+fn print(text: &str) -> Result<(), CliError> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()?;
+    Ok(())
+}
+
+/// A table without lines, 120 columns wide at most. Columns named in `right` are numbers.
+fn table(header: &[&str], right: std::ops::Range<usize>) -> comfy_table::Table {
+    let mut table = comfy_table::Table::new();
+    table
+        .load_preset(comfy_table::presets::NOTHING)
+        .set_content_arrangement(comfy_table::ContentArrangement::Dynamic)
+        .set_width(120)
+        .set_header(header);
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if right.contains(&index) {
+            column.set_cell_alignment(comfy_table::CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// The table's text without the blanks at the ends of its lines.
+fn text_of(table: &comfy_table::Table) -> String {
+    table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn overrides_repeat() {
+        let cli = Cli::try_parse_from(["kvpool", "plan", "a.toml", "--set", "a=1", "--set", "b=2"]);
+        let Ok(Cli { command: Command::Plan { file, json: false } }) = cli else {
+            panic!("{cli:?}")
+        };
+        assert_eq!(file.overrides, ["a=1", "b=2"]);
+    }
+}

@@ -1,0 +1,100 @@
+//! `kvpool plan`.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::{CliError, print, table, text_of};
+use crate::config::{Config, Source};
+use crate::error::PlanError;
+use crate::plan::{KvFormat, Plan};
+use crate::units::grouped;
+
+/// The plan of the file, and those of its variants. As JSON, the keys are those of the plan, and
+/// `variants` when the file has some.
+#[derive(Serialize)]
+struct Document<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    variants: Vec<Variant<'a>>,
+}
+
+/// One variant: its plan, or why it has none.
+#[derive(Serialize)]
+struct Variant<'a> {
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<&'a Plan>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// A variant's name, settings and plan.
+type Planned = (String, Config, Result<Plan, PlanError>);
+
+/// Plans a file and its variants, and prints the plans.
+pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
+    let base = Plan::new(&source.config, &source.geometry)?;
+    let variants: Vec<Planned> = if source.config.variant.is_empty() {
+        Vec::new()
+    } else {
+        let plan = |config: &Config| Plan::new(config, &source.geometry);
+        let named = source.variants().into_iter();
+        named
+            .map(|(name, config)| {
+                let plan = plan(&config);
+                (name, config, plan)
+            })
+            .collect()
+    };
+    if json {
+        let mut text = serde_json::to_string_pretty(&document(&base, &variants))
+            .map_err(std::io::Error::other)?;
+        text.push('\n');
+        print(&text)?;
+    } else {
+        print(&text(&base, &variants))?;
+    }
+    match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
+        None => Ok(()),
+        Some((variant, error)) => {
+            Err(crate::error::JobError::Open { variant, source: error.into() }.into())
+        }
+    }
+}
+
+fn document<'a>(base: &'a Plan, variants: &'a [Planned]) -> Document<'a> {
+    let variants = variants.iter().map(|(name, _, plan)| Variant {
+        name,
+        plan: plan.as_ref().ok(),
+        error: plan.as_ref().err().map(ToString::to_string),
+    });
+    Document { plan: base, variants: variants.collect() }
+}
+
+fn text(base: &Plan, variants: &[Planned]) -> String {
+    let mut text = base.explain();
+    if variants.is_empty() {
+        return text;
+    }
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "\nvariants of this file:\n");
+    let header = ["variant", "mode", "format", "pool bytes", "tokens", "full-length\nsequences"];
+    let mut rows = table(&header, 3..6);
+    for (name, config, plan) in variants {
+        let numbers = match plan {
+            Ok(plan) => [
+                plan.pool_bytes.to_string(),
+                grouped(plan.capacity_tokens),
+                grouped(plan.full_length_seqs.into()),
+            ],
+            Err(_) => ["does not plan", "-", "-"].map(str::to_owned),
+        };
+        let [bytes, tokens, seqs] = numbers;
+        let format = KvFormat::of(config).name();
+        rows.add_row([name, config.cache.mode.name(), format, &bytes, &tokens, &seqs]);
+    }
+    text.push_str(&text_of(&rows));
+    text
+}

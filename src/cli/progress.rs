@@ -1,0 +1,70 @@
+//! The progress bar of `kvpool run`: on the standard error, and only when that is a terminal.
+//!
+//! It is drawn between steps by the thread that runs them, at most a few times a second. The job
+//! does not count what drawing allocates.
+
+use std::io::{IsTerminal, stderr};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::job::{Observer, Progress, Run};
+use crate::units::Bytes;
+
+/// Redraws a second.
+const REDRAWS_PER_SECOND: u8 = 8;
+
+/// One bar, for the variant that runs.
+pub(super) struct Bars {
+    bar: ProgressBar,
+    /// Whether the bar shows memory that is made resident, and not tokens.
+    opening: bool,
+}
+
+impl Bars {
+    /// A bar, or `None` when the standard error is no terminal.
+    pub(super) fn new() -> Option<Self> {
+        stderr().is_terminal().then(|| Self { bar: ProgressBar::hidden(), opening: false })
+    }
+
+    fn style(&self, template: &str) {
+        // The templates are ours; a bar in the default style would still be a bar.
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            self.bar.set_style(style.progress_chars("=> "));
+        }
+    }
+}
+
+impl Observer for Bars {
+    fn variant(&mut self, name: &str, index: usize, of: usize) {
+        self.bar = ProgressBar::with_draw_target(
+            Some(0),
+            ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND),
+        );
+        self.bar.set_prefix(format!("[{}/{of}] {name}", index + 1));
+        self.opening = true;
+        self.style("{prefix}  opening the pool [{bar:30}] {bytes} of {total_bytes}");
+    }
+
+    fn opening(&mut self, done: Bytes, total: Bytes) {
+        self.bar.set_length(total.get());
+        self.bar.set_position(done.get());
+    }
+
+    fn step(&mut self, progress: &Progress) {
+        if self.opening {
+            self.opening = false;
+            self.bar.reset();
+            self.bar.set_length(progress.tokens_total);
+            self.style("{prefix}  [{bar:30}] {human_pos} of {human_len} tokens, {msg}, {eta} left");
+        }
+        // A message is a new string each time, so not at every step.
+        if progress.steps % 16 == 1 {
+            self.bar.set_message(format!("{} run, {} wait", progress.running, progress.waiting));
+        }
+        self.bar.set_position(progress.tokens_done);
+    }
+
+    fn finished(&mut self, _run: &Run) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,264 @@
+//! The batch job: real request lengths through the whole cache, with the answers checked.
+//!
+//! A job is a file with a `[workload]`. [`run`] takes each variant of the file in turn: it plans,
+//! opens a cache, drives all requests through it with continuous batching, and closes it. Each
+//! layer's K, V and Q come from a fixed [`formula`], so every number in the cache is knowable:
+//! samples of the output are compared with naive attention in f64 over the formula's own numbers,
+//! and a checksum over all outputs must be the same for every mode of one format.
+//!
+//! - [`workload`]: which requests, from a seeded generator or a trace.
+//! - [`formula`]: the contents.
+//! - [`check`]: what some of the outputs must be.
+//! - `scheduler`: admit, prefill, decode, finish, preempt.
+//! - `engine`: fills the tensors of a step and folds its outputs.
+//! - [`report`]: what came out.
+//!
+//! All memory of a run is allocated before its loop begins. What the loop allocates, in the whole
+//! process, is counted and reported.
+
+pub mod check;
+mod engine;
+pub mod formula;
+mod meter;
+mod output;
+mod random;
+pub mod report;
+mod scheduler;
+mod trace;
+pub mod workload;
+
+pub use output::{csv, json, write};
+pub use report::{Comparison, FailedRun, Outcome, Report, Run, RunReport};
+
+use std::time::Instant;
+
+use check::Checker;
+use engine::Engine;
+use formula::Formula;
+use meter::{AllocationMeter, float, mean};
+use scheduler::Scheduler;
+use workload::Request;
+
+use crate::cache::Cache;
+use crate::config::{Config, Geometry, Source};
+use crate::error::{CacheError, JobError, OpenError};
+use crate::plan::{KvFormat, Plan};
+use crate::units::Bytes;
+
+/// How far a variant is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Tokens of its requests that are done; what is computed again is not counted twice.
+    pub tokens_done: u64,
+    /// Tokens of all its requests.
+    pub tokens_total: u64,
+    /// Steps done.
+    pub steps: u64,
+    /// Requests that run.
+    pub running: usize,
+    /// Requests that wait.
+    pub waiting: usize,
+}
+
+/// Is told how a job gets on. What it allocates is not counted as the cache's.
+pub trait Observer {
+    /// A variant begins; `of` is how many there are.
+    fn variant(&mut self, name: &str, index: usize, of: usize);
+    /// So much of the pool has been made resident.
+    fn opening(&mut self, done: Bytes, total: Bytes);
+    /// A step is done.
+    fn step(&mut self, progress: &Progress);
+    /// The variant is done.
+    fn finished(&mut self, run: &Run);
+}
+
+/// Wants to know nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn variant(&mut self, _name: &str, _index: usize, _of: usize) {}
+    fn opening(&mut self, _done: Bytes, _total: Bytes) {}
+    fn step(&mut self, _progress: &Progress) {}
+    fn finished(&mut self, _run: &Run) {}
+}
+
+/// What all variants of a job share.
+struct Job<'a> {
+    geometry: &'a Geometry,
+    requests: Vec<Request>,
+    formula: Formula,
+    checker: Checker,
+}
+
+/// Runs a job: every variant of the file, one after the other. A variant that cannot be planned
+/// or opened is reported with its error, and the others run.
+///
+/// # Errors
+/// A file without `[workload]`, or a trace that cannot be read.
+pub fn run(source: &Source, observer: &mut dyn Observer) -> Result<Report, JobError> {
+    let Some(workload) = &source.config.workload else {
+        return Err(JobError::NoWorkload { path: source.path.clone() });
+    };
+    let requests = workload::requests(workload)?;
+    let formula = Formula::new(workload.seed, &source.geometry);
+    let checker = Checker::new(
+        &formula,
+        &source.geometry,
+        &requests,
+        source.config.limits.max_seq_len,
+        workload.seed,
+        workload.check_samples,
+    );
+    let job = Job { geometry: &source.geometry, requests, formula, checker };
+    let variants = source.variants();
+    let of = variants.len();
+    let runs = variants
+        .into_iter()
+        .enumerate()
+        .map(|(index, (name, config))| {
+            observer.variant(&name, index, of);
+            let run = match job.run_variant(&name, &config, observer) {
+                Ok(run) => Run::Done(Box::new(run)),
+                Err(error) => Run::Failed(FailedRun {
+                    variant: name,
+                    mode: config.cache.mode,
+                    format: KvFormat::of(&config).name(),
+                    error: error.to_string(),
+                }),
+            };
+            observer.finished(&run);
+            run
+        })
+        .collect();
+    Ok(Report::new(runs))
+}
+
+impl Job<'_> {
+    fn run_variant(
+        &self,
+        name: &str,
+        config: &Config,
+        observer: &mut dyn Observer,
+    ) -> Result<RunReport, JobError> {
+        let open = |source: OpenError| JobError::Open { variant: name.to_owned(), source };
+        let failed = |source: CacheError| JobError::Cache { variant: name.to_owned(), source };
+        let plan = Plan::new(config, self.geometry).map_err(|error| open(error.into()))?;
+        let mut progress = |done, total| observer.opening(done, total);
+        let cache = Cache::open_on_cpu(plan, &config.device, Some(&mut progress)).map_err(open)?;
+        let engine = Engine::new(cache.plan(), &self.formula, &self.checker, self.requests.len());
+        let mut scheduler = Scheduler::new(cache, engine, &self.requests).map_err(failed)?;
+
+        let tokens_total = scheduler.tokens_to_come();
+        let mut allocations = AllocationMeter::default();
+        let began = Instant::now();
+        loop {
+            allocations.resume();
+            let more = scheduler.step();
+            allocations.pause();
+            if !more.map_err(failed)? {
+                break;
+            }
+            observer.step(&Progress {
+                tokens_done: scheduler.counts.new_tokens,
+                tokens_total,
+                steps: scheduler.counts.steps,
+                running: scheduler.num_running(),
+                waiting: scheduler.num_waiting(),
+            });
+        }
+        let wall_s = began.elapsed().as_secs_f64();
+        Ok(describe(name, &scheduler, &allocations, wall_s))
+    }
+}
+
+/// The report of a finished run.
+fn describe(
+    name: &str,
+    scheduler: &Scheduler<'_>,
+    allocations: &AllocationMeter,
+    wall_s: f64,
+) -> RunReport {
+    let Scheduler { cache, engine, counts, latency, cache_time, .. } = scheduler;
+    let plan = cache.plan();
+    let device = cache.device_info();
+    let stats = cache.stats();
+    let verdict = engine.verdict();
+    let cache_s = cache_time.as_secs_f64();
+    let rate = |amount: u64| if cache_s > 0.0 { float(amount) / cache_s } else { 0.0 };
+    RunReport {
+        variant: name.to_owned(),
+        mode: plan.mode,
+        format: plan.format.name(),
+        device: format!("{}/{}", device.kind, device.kernel),
+        planned_bytes: plan.pool_bytes,
+        allocated_bytes: device.pool_bytes,
+        peak_used_bytes: stats.peak_used_bytes,
+        mean_waste_bytes: mean(counts.waste_sum, counts.steps),
+        requests_completed: counts.completed,
+        tokens_appended: stats.tokens_appended,
+        tokens_per_s: rate(stats.tokens_appended),
+        step_ms_p50: latency.percentile_ms(50),
+        step_ms_p99: latency.percentile_ms(99),
+        max_abs_error: verdict.max_abs_error(),
+        output_checksum: format!("{:016x}", engine.checksum()),
+        allocations_after_open: allocations.counted(),
+        threads: device.threads,
+        tokens_per_block: plan.tokens_per_block,
+        host_bytes: plan.host_bytes,
+        capacity_tokens: plan.capacity_tokens,
+        peak_held_bytes: stats.peak_held_bytes,
+        peak_promised_bytes: Bytes(counts.promised_peak),
+        requests_refused_too_long: counts.refused_too_long,
+        requests_refused_never_fits: counts.refused_never_fits,
+        preemptions: counts.preemptions,
+        most_preemptions_of_one: counts.most_preemptions,
+        steps: counts.steps,
+        peak_running: counts.peak_running,
+        mean_running: mean(u128::from(counts.running_sum), counts.steps),
+        outputs_checked: verdict.checked(),
+        error_limit: check::error_limit(plan.format),
+        nonfinite: stats.nonfinite,
+        saturated: stats.saturated,
+        cache_s,
+        wall_s,
+        problems: problems(scheduler),
+    }
+}
+
+/// What is not as it must be at the end of a run.
+fn problems(scheduler: &Scheduler<'_>) -> Vec<String> {
+    let Scheduler { cache, engine, counts, .. } = scheduler;
+    let (planned, allocated) = (cache.plan().pool_bytes, cache.device_info().pool_bytes);
+    let mut problems = Vec::new();
+    if planned != allocated {
+        problems.push(format!("{planned} bytes were planned and {allocated} allocated"));
+    }
+    let (got, expected) = (counts.new_tokens, scheduler.tokens_to_come());
+    if got != expected {
+        problems.push(format!("{got} tokens were computed, expected {expected}"));
+    }
+    if engine.mismatches() > 0 {
+        problems.push(format!(
+            "{} requests gave other outputs when they were computed again after a preemption",
+            engine.mismatches()
+        ));
+    }
+    let error = engine.verdict().max_abs_error();
+    let limit = check::error_limit(cache.plan().format);
+    if let (Some(error), Some(limit)) = (error, limit)
+        && error > limit
+    {
+        problems.push(format!(
+            "the largest error of the checked outputs is {error:.3e}, and {} may have {limit:.0e}",
+            cache.plan().format.name()
+        ));
+    }
+    if cache.stats().seqs > 0 {
+        problems.push(format!("{} sequences were not released", cache.stats().seqs));
+    }
+    if let Err(error) = cache.check_invariants() {
+        problems.push(error.to_string());
+    }
+    problems
+}

@@ -1,0 +1,184 @@
+//! Results as files: `results.json` and `results.csv`.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::report::{Report, Run};
+use crate::error::JobError;
+
+/// The columns of the CSV: keys of the JSON.
+const COLUMNS: &[&str] = &[
+    "variant",
+    "mode",
+    "format",
+    "device",
+    "planned_bytes",
+    "allocated_bytes",
+    "peak_used_bytes",
+    "mean_waste_bytes",
+    "requests_completed",
+    "tokens_appended",
+    "tokens_per_s",
+    "step_ms_p50",
+    "step_ms_p99",
+    "max_abs_error",
+    "output_checksum",
+    "allocations_after_open",
+    "threads",
+    "tokens_per_block",
+    "host_bytes",
+    "capacity_tokens",
+    "peak_held_bytes",
+    "peak_promised_bytes",
+    "requests_refused_too_long",
+    "requests_refused_never_fits",
+    "preemptions",
+    "most_preemptions_of_one",
+    "steps",
+    "peak_running",
+    "mean_running",
+    "outputs_checked",
+    "error_limit",
+    "nonfinite",
+    "saturated",
+    "cache_s",
+    "wall_s",
+    "error",
+];
+
+/// The report as one JSON document, with a line break at its end.
+#[must_use]
+pub fn json(report: &Report) -> String {
+    // Strings, numbers and lists of them: nothing that JSON cannot express.
+    let mut text = serde_json::to_string_pretty(report).unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// The runs as CSV (RFC 4180, with plain line feeds). What a run does not have is empty.
+#[must_use]
+pub fn csv(report: &Report) -> String {
+    let mut text = COLUMNS.join(",");
+    text.push('\n');
+    for run in &report.runs {
+        let run = serde_json::to_value(run).unwrap_or_default();
+        let cells: Vec<String> =
+            COLUMNS.iter().map(|column| cell(run.get(column).unwrap_or(&Value::Null))).collect();
+        text.push_str(&cells.join(","));
+        text.push('\n');
+    }
+    text
+}
+
+fn cell(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) if text.contains([',', '"', '\n', '\r']) => {
+            format!("\"{}\"", text.replace('"', "\"\""))
+        }
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// Writes `results.json` and `results.csv` into a folder, which is created when it is not there.
+/// A file is replaced as a whole or not at all.
+///
+/// # Errors
+/// [`JobError::Write`].
+pub fn write(report: &Report, folder: &Path) -> Result<(), JobError> {
+    fs::create_dir_all(folder).map_err(|error| refused(folder, &error))?;
+    replace(&folder.join("results.json"), &json(report))?;
+    replace(&folder.join("results.csv"), &csv(report))
+}
+
+fn refused(path: &Path, error: &std::io::Error) -> JobError {
+    JobError::Write { path: path.to_owned(), problem: error.to_string() }
+}
+
+/// Writes a file beside its place and moves it there.
+fn replace(path: &Path, text: &str) -> Result<(), JobError> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let beside: PathBuf = path.with_file_name(name);
+    let written = fs::File::create(&beside)
+        .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
+        .and_then(|()| fs::rename(&beside, path));
+    written.map_err(|error| {
+        // What is left of it is of no use; that it cannot be removed changes nothing.
+        let _ = fs::remove_file(&beside);
+        refused(path, &error)
+    })
+}
+
+impl Run {
+    /// The variant's name.
+    #[must_use]
+    pub fn variant(&self) -> &str {
+        match self {
+            Self::Done(run) => &run.variant,
+            Self::Failed(run) => &run.variant,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::tests::run;
+    use super::super::report::{FailedRun, Report, Run};
+    use super::*;
+    use crate::config::CacheMode;
+
+    fn report() -> Report {
+        let failed = FailedRun {
+            variant: "x, \"y\"".to_owned(),
+            mode: CacheMode::Hybrid,
+            format: "int8",
+            error: "two\nlines".to_owned(),
+        };
+        Report::new(vec![run("a", "f16", "1f", 5), Run::Failed(failed)])
+    }
+
+    #[test]
+    fn the_columns_are_the_keys() {
+        let value = serde_json::to_value(&run("a", "f16", "1f", 5)).expect("plain");
+        let keys = value.as_object().expect("an object");
+        for key in keys.keys() {
+            assert!(COLUMNS.contains(&key.as_str()), "{key} is no column");
+        }
+        assert_eq!(keys.len() + 1, COLUMNS.len(), "all but `error`");
+    }
+
+    #[test]
+    fn csv_is_quoted_where_it_must_be() {
+        let csv = csv(&report());
+        let lines: Vec<&str> = csv.lines().collect();
+        assert!(lines[0].starts_with("variant,mode,format,device,planned_bytes,"));
+        assert!(lines[1].starts_with("a,paged,f16,cpu/portable,64,64,32,1.5,5,3,1000.0,"));
+        assert!(lines[2].starts_with("\"x, \"\"y\"\"\",hybrid,int8,,,"), "{}", lines[2]);
+        assert!(csv.ends_with(",\"two\nlines\"\n"));
+    }
+
+    #[test]
+    fn files_are_written_whole_into_a_new_folder() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let inner = folder.path().join("a/b");
+        write(&report(), &inner).expect("written");
+        write(&report(), &inner).expect("written again");
+        let mut names: Vec<_> = fs::read_dir(&inner)
+            .expect("there")
+            .map(|e| e.expect("an entry").file_name())
+            .collect();
+        names.sort();
+        assert_eq!(names, ["results.csv", "results.json"]);
+        let text = fs::read_to_string(inner.join("results.json")).expect("there");
+        let value: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(value["runs"][0]["output_checksum"], "1f");
+        // A file where the folder should be.
+        let error = write(&report(), &inner.join("results.csv")).expect_err("no folder");
+        assert!(error.to_string().contains("results.csv: cannot be written"), "{error}");
+    }
+}
