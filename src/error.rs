@@ -130,18 +130,21 @@ pub enum PlanError {
     },
     /// The pool and its bookkeeping do not fit the memory at hand.
     #[error(
-        "the plan takes {} bytes (pool {}, bookkeeping {}), and {} bytes are available ({source_of_limit}): {} bytes short; \
+        "the plan takes {} bytes (pool {}, bookkeeping {}, workspace {}), and {} bytes are available ({source_of_limit}): {} bytes short; \
          lower limits.max_seqs or limits.max_seq_len, choose a smaller cache.format, or give pool.capacity = \"budget:{}\"",
-        grouped(needed.get()), grouped(pool.get()), grouped(host.get()), grouped(available.get()),
-        grouped(needed.get() - available.get()), available.get().saturating_sub(host.get())
+        grouped(needed.get()), grouped(pool.get()), grouped(host.get()), grouped(workspace.get()),
+        grouped(available.get()), grouped(needed.get() - available.get()),
+        available.get().saturating_sub(host.get() + workspace.get())
     )]
     MemoryTooSmall {
-        /// Pool and bookkeeping.
+        /// Pool, bookkeeping and workspace.
         needed: Bytes,
         /// The pool alone.
         pool: Bytes,
         /// The bookkeeping alone.
         host: Bytes,
+        /// The device's workspace alone.
+        workspace: Bytes,
         /// What there is.
         available: Bytes,
         /// Who says so.
@@ -151,11 +154,11 @@ pub enum PlanError {
     #[error("{key}: {problem}; {help}")]
     Contradiction {
         /// The dotted key.
-        key: &'static str,
+        key: String,
         /// What is wrong.
         problem: String,
         /// What to do.
-        help: &'static str,
+        help: String,
     },
 }
 
@@ -188,6 +191,11 @@ pub enum DeviceError {
         /// The operating system's error number, 0 when it gave none.
         code: i32,
     },
+    /// A layout whose sizes do not follow from one another, so that its rows could overlap.
+    #[error(
+        "the layout of a layer group is not one that a plan computes; do not change a plan's numbers"
+    )]
+    BadLayout,
     /// A worker panicked: a defect of kvpool. The call's outputs are not valid.
     #[error(
         "a worker thread panicked inside a kernel; this is a defect of kvpool, please report it"
@@ -305,6 +313,19 @@ pub enum CacheError {
         /// Its slot.
         slot: u32,
     },
+    /// Look-ahead that could not be taken back.
+    #[error(
+        "{wanted} look-ahead tokens could not be rewound in layers with a window; at most {limit} can: raise limits.max_rewind_tokens"
+    )]
+    LookaheadBeyondRewind {
+        /// Look-ahead wanted.
+        wanted: u32,
+        /// `limits.max_rewind_tokens`.
+        limit: u32,
+    },
+    /// The CSR form was asked for before it was built.
+    #[error("the CSR form of this step is not built yet; call build_csr first")]
+    CsrNotBuilt,
     /// A step larger than the plan allows.
     #[error(
         "{wanted} tokens in one step exceed the limit of {limit}; split the step, or raise {knob}"
@@ -502,9 +523,9 @@ fn place(path: &Path, line: u64) -> String {
 impl From<SizeError> for PlanError {
     fn from(error: SizeError) -> Self {
         Self::Contradiction {
-            key: "pool.capacity",
+            key: "pool.capacity".to_owned(),
             problem: error.to_string(),
-            help: "write \"worst-case\", \"tokens:N\", \"blocks:N\" or \"budget:SIZE\"",
+            help: "write \"worst-case\", \"tokens:N\", \"blocks:N\" or \"budget:SIZE\"".to_owned(),
         }
     }
 }

@@ -113,7 +113,7 @@ impl Spec {
                 hybrid: (self.mode == CacheMode::Hybrid)
                     .then_some(HybridConfig { contiguous_layers }),
             },
-            pool: PoolConfig { capacity: self.capacity },
+            pool: PoolConfig { capacity: self.capacity, ..PoolConfig::default() },
             device: DeviceConfig {
                 threads: self.threads,
                 kernel: self.kernel,

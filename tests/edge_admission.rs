@@ -264,8 +264,8 @@ fn edge_19_budgets_at_the_edge() {
     // More than the machine has: refused by the plan, before anything is allocated.
     let plan = Spec { max_seqs: 1 << 16, max_seq_len: 1 << 16, ..Spec::default() }.plan();
     let needed = plan.pool_bytes.try_add(plan.host_bytes).expect("fits 64 bits");
-    assert_eq!(plan.check_memory(needed, "a test"), Ok(()));
-    let error = plan.check_memory(Bytes(needed.0 - 1), "a test").expect_err("one byte short");
+    assert_eq!(plan.check_memory(Bytes(0), needed, "a test"), Ok(()));
+    let error = plan.check_memory(Bytes(1), needed, "a test").expect_err("one byte short");
     let text = error.to_string();
     assert!(text.contains(": 1 bytes short") && text.contains("limits.max_seqs"), "{text}");
 }
@@ -275,7 +275,9 @@ fn edge_19_budgets_at_the_edge() {
 fn edge_19_memory_is_checked_before_anything_is_allocated() {
     let spec = Spec::default();
     let plan = spec.plan();
-    let needed = plan.pool_bytes.try_add(plan.host_bytes).expect("fits 64 bits");
+    // Pool, bookkeeping, and the workspace of the one thread.
+    let workspace = plan.cpu_workspace_bytes(1).expect("fits 64 bits");
+    let needed = Bytes(plan.pool_bytes.0 + plan.host_bytes.0 + workspace.0);
     let open = |limit| {
         let device = DeviceConfig { memory_limit: Some(limit), ..spec.config().device };
         Cache::open_on_cpu(spec.plan(), &device, None)

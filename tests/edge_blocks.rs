@@ -241,11 +241,12 @@ fn edge_17_cached_blocks_count_once_as_capacity() {
     store.park(blocks[1]).expect("one holder");
     store.park(blocks[0]).expect("one holder");
     assert_eq!(store.available(), 2);
-    store.promise(2, 0);
+    store.promise(2).expect("two are available");
+    assert!(matches!(store.promise(1), Err(CacheError::NotAdmitted { available: 0, .. })));
     assert_eq!(store.unpromised(), 0);
     let counts = store.counts();
     assert_eq!((counts.free, counts.active, counts.cached, counts.promised), (0, 1, 0, 2));
-    store.promise(0, 2);
+    store.unpromise(2);
     assert_eq!(store.cached_list().collect::<Vec<_>>(), [blocks[1], blocks[0]]);
     // A hit takes it out of what is available; it is not capacity any more.
     store.revive(blocks[1]).expect("cached");

@@ -9,13 +9,17 @@
 )]
 #![allow(clippy::print_stdout, reason = "a skipped part is printed, and measured errors are")]
 
+mod cli;
 mod common;
 mod config;
 mod edge_admission;
 mod edge_blocks;
+
 mod int8;
+mod job;
 mod layout;
 mod one_answer;
 mod plans;
+mod review;
 mod stateful;
 mod structure;

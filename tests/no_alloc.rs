@@ -41,6 +41,7 @@ struct Buffers {
 fn main() {
     counting_works();
     edge_10_a_whole_trace_allocates_nothing();
+    large_steps_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
 }
 
@@ -124,7 +125,7 @@ fn verb(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
         let options = BeginOptions {
             key: (choice == 0).then_some(1),
             max_len: Some(rng.below(70) as u32),
-            lookahead_tokens: 2,
+            lookahead_tokens: rng.below(6) as u32,
         };
         cache.can_admit(prompt.len() as u32, &options)?;
         buffers.alive.push(cache.begin(prompt, options)?.sequence);
@@ -178,10 +179,50 @@ fn step(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
         let q = TensorRef::F32(&buffers.q[..n * 64]);
         step.attend(layer, q, TensorMut::F32(&mut buffers.out[..n * 64]), options)?;
     }
+    step.build_csr();
     if step.block_table(GroupIdx(1)).is_ok() {
         step.csr(GroupIdx(1))?;
     }
     step.commit()
+}
+
+/// Steps so large that append and attention are dealt out to the workers.
+fn large_steps_allocate_nothing() {
+    for (format, scale) in FORMATS {
+        let spec = Spec {
+            format,
+            scale,
+            head_dim: 64,
+            num_kv_heads: 4,
+            num_q_heads: 8,
+            max_seqs: 2,
+            max_seq_len: 2048,
+            max_batch_tokens: 512,
+            threads: 2,
+            ..Spec::default()
+        };
+        let mut cache = spec.open();
+        let (kv, q) = (vec![0.5; 512 * 256], vec![0.25; 512 * 512]);
+        let mut out = vec![0.0; 512 * 512];
+        let counted = allocations(|| {
+            let seq = common::begin(&mut cache, 0);
+            for tokens in [512, 512, 1, 512, 1] {
+                let mut step = cache.reserve(&[(seq, tokens)]).expect("fits");
+                let n = tokens as usize;
+                for layer in 0..2 {
+                    let layer = LayerIdx(layer);
+                    let kv = TensorRef::F32(&kv[..n * 256]);
+                    step.append(layer, kv, kv).expect("append");
+                    let (q, out) = (&q[..n * 512], TensorMut::F32(&mut out[..n * 512]));
+                    step.attend(layer, TensorRef::F32(q), out, AttendOptions::default())
+                        .expect("attend");
+                }
+                step.commit().expect("whole");
+            }
+        });
+        assert_eq!(counted, 0, "{spec:?}");
+    }
+    println!("large_steps_allocate_nothing ... ok");
 }
 
 /// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs

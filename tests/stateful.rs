@@ -4,9 +4,10 @@
 //! agree with the model on lengths and contents and with each other, bit by bit, on attention.
 
 use kvpool::cache::{Cache, SeqHandle};
-use kvpool::config::{Admission, CacheMode, Capacity, Format};
+use kvpool::config::{Admission, CacheMode, Capacity, Format, ScaleKind};
+use kvpool::device::{dequantize_row, quantize_row};
 use kvpool::error::CacheError;
-use kvpool::plan::Kv;
+use kvpool::plan::{E8M8, Kv};
 use kvpool::units::{GroupIdx, LayerIdx};
 use proptest::prelude::*;
 
@@ -54,6 +55,8 @@ struct Sequence {
 
 struct World {
     caches: Vec<Cache>,
+    /// What a format makes of one vector.
+    stored: fn(&[f32]) -> Vec<f32>,
     seqs: Vec<Sequence>,
     released: Vec<Vec<SeqHandle>>,
     next_tag: u64,
@@ -62,7 +65,8 @@ struct World {
 impl World {
     fn new(spec: &Spec) -> Self {
         let caches = MODES.iter().map(|&mode| Spec { mode, ..spec.clone() }.open()).collect();
-        Self { caches, seqs: Vec::new(), released: Vec::new(), next_tag: 1 }
+        let stored = if spec.format == Format::Int8 { through_int8 } else { <[f32]>::to_vec };
+        Self { caches, stored, seqs: Vec::new(), released: Vec::new(), next_tag: 1 }
     }
 
     /// The same call on every cache; all succeed alike or are refused with the same error and no
@@ -191,7 +195,7 @@ impl World {
                             &tags[..end],
                             layer_idx,
                             head as u32,
-                            |_, row| row.to_vec(),
+                            |_, row| (self.stored)(row),
                         );
                         let dim = geometry.head_dim as usize;
                         let start = (row * geometry.num_q_heads as usize + head) * dim;
@@ -290,6 +294,8 @@ impl World {
                                 )
                                 .expect("held");
                             let want = vector(*tag, position, layer, kv as u64, heads, dim);
+                            let want: Vec<f32> =
+                                want.chunks(dim as usize).flat_map(self.stored).collect();
                             assert_same_bits(&got, &want, "contents");
                         }
                     }
@@ -297,6 +303,15 @@ impl World {
             }
         }
     }
+}
+
+/// One vector quantised with a scale of its own, and back.
+fn through_int8(row: &[f32]) -> Vec<f32> {
+    let (mut q, mut scale) = (vec![0; row.len()], [E8M8(0)]);
+    quantize_row(row, &mut q, &mut scale, ScaleKind::PerTokenHead, 0.0);
+    let mut out = vec![0.0; row.len()];
+    dequantize_row(&q, &scale, ScaleKind::PerTokenHead, 0.0, &mut out);
+    out
 }
 
 fn full(format: Format) -> Spec {
@@ -342,6 +357,11 @@ proptest! {
     #[test]
     fn edge_40_modes_follow_the_model_in_f16(ops in prop::collection::vec(op(), 1..40)) {
         run(&Spec { tokens_per_block: 16, ..full(Format::F16) }, &ops);
+    }
+
+    #[test]
+    fn edge_40_modes_follow_the_model_in_int8(ops in prop::collection::vec(op(), 1..40)) {
+        run(&Spec { sink_tokens: 3, format: Format::Int8, ..windowed() }, &ops);
     }
 
     #[test]

@@ -17,7 +17,8 @@ pub struct BeginOptions {
     /// Tokens that the sequence may come to, prompt and output together. Default:
     /// `limits.max_seq_len`.
     pub max_len: Option<u32>,
-    /// Tokens beyond `max_len` that speculative decoding may append and rewind.
+    /// Tokens beyond `max_len` that speculative decoding may append and rewind. In a plan with
+    /// windowed layers no more than `limits.max_rewind_tokens`.
     pub lookahead_tokens: u32,
 }
 
@@ -28,6 +29,9 @@ pub struct Begun {
     pub sequence: SeqHandle,
     /// Tokens of the prompt that are already in the cache and need no computing.
     pub cached_len: u32,
+    /// Tokens that the sequence may have: `max_len` and the look-ahead, as far as
+    /// `limits.max_seq_len` has room for the latter.
+    pub limit: u32,
 }
 
 impl Cache {
@@ -40,15 +44,20 @@ impl Cache {
     }
 
     /// Begins a sequence. Under guaranteed admission every block that it may come to need is
-    /// promised to it here.
+    /// promised to it here. Under max-utilization nothing is: it is only checked that the prompt's
+    /// blocks are free now, so sequences that begin one after the other may be promised the same
+    /// ones, and a step may find too few. Either way a sequence that could not finish in an empty
+    /// pool is refused, so give `max_len` where it is known.
     ///
     /// # Errors
-    /// - never: [`CacheError::SequenceTooLong`], [`CacheError::NeverFits`];
+    /// - never: [`CacheError::SequenceTooLong`], [`CacheError::NeverFits`],
+    ///   [`CacheError::LookaheadBeyondRewind`];
     /// - not now: [`CacheError::NoSeqSlot`], [`CacheError::NotAdmitted`];
     /// - [`CacheError::DuplicateKey`].
     ///
     /// Nothing changes then.
     pub fn begin(&mut self, prompt: &[u32], options: BeginOptions) -> Result<Begun, CacheError> {
+        self.abandon_step();
         let limit = self.admit(prompt.len() as u64, &options)?;
         let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
         let sequence = self.seqs.take(options.key, limit).ok_or(no_slot)?;
@@ -57,13 +66,14 @@ impl Cache {
                 let quota = self.plan.blocks_for(group_idx(group), limit);
                 self.seqs.state_mut(sequence.slot, group).quota = quota;
                 if let Some(store) = self.pool.store_mut(group) {
-                    store.promise(quota, 0);
+                    let promised = store.promise(quota);
+                    debug_assert!(promised.is_ok(), "`admit` has counted them");
                 }
             }
         }
         self.counters.seqs_begun += 1;
         self.note_peaks();
-        Ok(Begun { sequence, cached_len: 0 })
+        Ok(Begun { sequence, cached_len: 0, limit })
     }
 
     /// Checks everything about a new sequence and gives the most tokens that it may have.
@@ -85,6 +95,12 @@ impl Cache {
         }
         if let Some(key) = options.key.filter(|key| self.seqs.has_key(*key)) {
             return Err(CacheError::DuplicateKey { key });
+        }
+        let windowed = self.plan.groups.iter().any(|group| group.window.is_some());
+        let rewind = self.plan.limits.max_rewind_tokens;
+        if windowed && options.lookahead_tokens > rewind {
+            let wanted = options.lookahead_tokens;
+            return Err(CacheError::LookaheadBeyondRewind { wanted, limit: rewind });
         }
         let limit = max_len.saturating_add(options.lookahead_tokens).min(most);
         // At most `max_len`, a u32.

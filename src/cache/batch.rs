@@ -4,7 +4,7 @@
 
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
-use crate::device::BatchSeq;
+use crate::device::{AppendCounts, BatchSeq};
 use crate::error::CacheError;
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
 use crate::units::{GroupIdx, LayerIdx};
@@ -12,15 +12,47 @@ use crate::units::{GroupIdx, LayerIdx};
 const _: () = assert!(size_of::<BatchSeq>() as u64 == BATCH_SEQ_BYTES);
 
 /// The blocks of a batch in compressed sparse row form, as FlashInfer takes it.
+///
+/// In a windowed group the blocks of a sequence begin with those of its sinks, if it has any, and
+/// go on at `kv_first_position`; what lies between has left the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Csr<'a> {
     /// Where each sequence's blocks begin in `kv_indices`, and the end. `[num_seqs + 1]`
     pub kv_indptr: &'a [u32],
-    /// The blocks of all sequences that are in their windows, in order of position; the blocks of
-    /// sinks that the window has left are not among them. `[kv_indptr[num_seqs]]`
+    /// The blocks of all sequences, in order of position. `[kv_indptr[num_seqs]]`
     pub kv_indices: &'a [u32],
     /// Tokens in each sequence's last block, 1..=`tokens_per_block`. `[num_seqs]`
     pub kv_last_block_len: &'a [u32],
+    /// Position of the first token of each sequence's first block behind the sinks' blocks; 0 in
+    /// a group without a window. `[num_seqs]`
+    pub kv_first_position: &'a [u32],
+}
+
+/// The buffers of one paged group's CSR form.
+#[derive(Debug)]
+struct CsrBuffers {
+    kv_indptr: Vec<u32>,
+    kv_indices: Vec<u32>,
+    kv_last_block_len: Vec<u32>,
+    kv_first_position: Vec<u32>,
+}
+
+impl CsrBuffers {
+    fn new(seqs: usize, table_entries: usize) -> Self {
+        Self {
+            kv_indptr: Vec::with_capacity(seqs + 1),
+            kv_indices: Vec::with_capacity(table_entries),
+            kv_last_block_len: Vec::with_capacity(seqs),
+            kv_first_position: Vec::with_capacity(seqs),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.kv_indptr.clear();
+        self.kv_indices.clear();
+        self.kv_last_block_len.clear();
+        self.kv_first_position.clear();
+    }
 }
 
 /// The buffers, and whether a step is open.
@@ -33,9 +65,13 @@ pub(super) struct Batch {
     pub(super) seq_lens: Vec<u32>,
     /// `[num_layers]`
     pub(super) appended: Vec<bool>,
-    kv_indptr: Vec<u32>,
-    kv_indices: Vec<u32>,
-    kv_last_block_len: Vec<u32>,
+    /// Elements that the step's appends had to change; counted when it commits.
+    pub(super) counts: AppendCounts,
+    /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked.
+    open: bool,
+    /// `[num_groups]`, `None` for contiguous groups.
+    csr: Vec<Option<CsrBuffers>>,
+    csr_built: bool,
     /// The number of the step, to tell sequences that it names from others.
     number: u64,
 }
@@ -44,20 +80,20 @@ impl Batch {
     pub(super) fn new(plan: &Plan) -> Self {
         let tokens = plan.limits.max_batch_tokens as usize;
         let seqs = tokens.min(plan.seq_slots as usize);
-        let table_entries: usize = plan
-            .groups
-            .iter()
-            .map(|g| g.max_blocks_per_seq as usize * plan.seq_slots as usize)
-            .sum();
+        let csr = plan.groups.iter().map(|group| {
+            let entries = group.max_blocks_per_seq as usize * plan.seq_slots as usize;
+            (group.kind == GroupKind::Paged).then(|| CsrBuffers::new(seqs, entries))
+        });
         Self {
             seqs: Vec::with_capacity(seqs),
             positions: Vec::with_capacity(tokens),
             token_slots: plan.groups.iter().map(|_| Vec::with_capacity(tokens)).collect(),
             seq_lens: Vec::with_capacity(seqs),
             appended: vec![false; plan.layers.len()],
-            kv_indptr: Vec::with_capacity(seqs + 1),
-            kv_indices: Vec::with_capacity(table_entries),
-            kv_last_block_len: Vec::with_capacity(seqs),
+            counts: AppendCounts::default(),
+            open: false,
+            csr: csr.collect(),
+            csr_built: false,
             number: 0,
         }
     }
@@ -68,16 +104,21 @@ impl Batch {
         self.token_slots.iter_mut().for_each(Vec::clear);
         self.seq_lens.clear();
         self.appended.fill(false);
+        self.counts = AppendCounts::default();
+        self.open = false;
+        self.csr_built = false;
     }
 }
 
 impl Cache {
     /// Checks a batch and takes its blocks: all or nothing.
     pub(super) fn open_step(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+        self.abandon_step();
         self.batch.number += 1;
         self.check_batch(wanted)?;
         self.check_batch_blocks(wanted)?;
         self.batch.clear();
+        self.batch.open = true;
         for &(sequence, tokens) in wanted {
             self.take_for_step(sequence.slot, tokens);
         }
@@ -190,6 +231,14 @@ impl Cache {
         }
     }
 
+    /// Undoes a step whose [`Step`](super::Step) was leaked, so that it was neither committed nor
+    /// dropped. Every verb that changes anything does this first.
+    pub(super) fn abandon_step(&mut self) {
+        if self.batch.open {
+            self.undo_step();
+        }
+    }
+
     /// Undoes `open_step`: blocks go back in the reverse order, so the free lists are as before.
     pub(super) fn undo_step(&mut self) {
         for at in (0..self.batch.seqs.len()).rev() {
@@ -231,6 +280,8 @@ impl Cache {
             }
             self.counters.tokens_appended += u64::from(rows);
         }
+        self.counters.nonfinite += self.batch.counts.nonfinite;
+        self.counters.saturated += self.batch.counts.saturated;
         self.batch.clear();
         self.counters.steps_committed += 1;
         self.note_peaks();
@@ -255,26 +306,47 @@ impl Cache {
         state.first = state.first.max(first);
     }
 
-    /// Builds the CSR form of a paged group for the batch under way.
-    pub(super) fn build_csr(&mut self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
-        self.block_table(group)?;
-        let layers = &self.plan.groups[group.index()];
-        let row = layers.max_blocks_per_seq as usize;
-        let per_block = layers.layout.unit_tokens;
-        let Batch { seqs, seq_lens, kv_indptr, kv_indices, kv_last_block_len, .. } =
-            &mut self.batch;
-        kv_indptr.clear();
-        kv_indices.clear();
-        kv_last_block_len.clear();
-        kv_indptr.push(0);
-        for (seq, len) in seqs.iter().zip(seq_lens) {
-            let state = self.seqs.state(seq.slot, group.index());
-            let start = seq.slot as usize * row;
-            let blocks = start + state.first as usize..start + state.next as usize;
-            kv_indices.extend_from_slice(&self.tables[group.index()][blocks]);
-            kv_indptr.push(u32::try_from(kv_indices.len()).unwrap_or(u32::MAX));
-            kv_last_block_len.push((*len - 1) % per_block + 1);
+    /// Builds the CSR form of every paged group for the batch under way.
+    pub(super) fn build_csr(&mut self) {
+        for group in 0..self.plan.groups.len() {
+            self.build_csr_of(group);
         }
-        Ok(Csr { kv_indptr, kv_indices, kv_last_block_len })
+        self.batch.csr_built = true;
+    }
+
+    fn build_csr_of(&mut self, group: usize) {
+        let Batch { seqs, seq_lens, csr, .. } = &mut self.batch;
+        let Some(csr) = &mut csr[group] else { return };
+        let layers = &self.plan.groups[group];
+        let per_block = layers.layout.unit_tokens;
+        let sink_blocks = layers.layout.sink_tokens.div_ceil(per_block);
+        csr.clear();
+        csr.kv_indptr.push(0);
+        for (seq, len) in seqs.iter().zip(seq_lens) {
+            let state = self.seqs.state(seq.slot, group);
+            let start = seq.slot as usize * layers.max_blocks_per_seq as usize;
+            let row = &self.tables[group][start..start + state.next as usize];
+            let sinks = sink_blocks.min(state.next) as usize;
+            let first = (state.first as usize).max(sinks);
+            csr.kv_indices.extend_from_slice(&row[..sinks]);
+            csr.kv_indices.extend_from_slice(&row[first..]);
+            csr.kv_indptr.push(u32::try_from(csr.kv_indices.len()).unwrap_or(u32::MAX));
+            csr.kv_last_block_len.push((*len - 1) % per_block + 1);
+            csr.kv_first_position.push(state.first.max(sink_blocks.min(state.next)) * per_block);
+        }
+    }
+
+    /// A paged group's CSR form.
+    pub(super) fn csr(&self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
+        match self.batch.csr.get(group.index()) {
+            Some(Some(csr)) if self.batch.csr_built => Ok(Csr {
+                kv_indptr: &csr.kv_indptr,
+                kv_indices: &csr.kv_indices,
+                kv_last_block_len: &csr.kv_last_block_len,
+                kv_first_position: &csr.kv_first_position,
+            }),
+            Some(Some(_)) => Err(CacheError::CsrNotBuilt),
+            _ => Err(self.no_such_group(group, "paged")),
+        }
     }
 }

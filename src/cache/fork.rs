@@ -3,7 +3,7 @@
 use super::sequence::GroupState;
 use super::{Cache, SeqHandle};
 use crate::error::CacheError;
-use crate::plan::NO_BLOCK;
+use crate::plan::{Kv, NO_BLOCK, SCALE_BYTES};
 
 impl Cache {
     /// A second sequence with the same tokens: every block and slot is copied. Its limit is the
@@ -12,6 +12,7 @@ impl Cache {
     /// # Errors
     /// A stale or foreign handle, or as [`Cache::begin`]; nothing changes.
     pub fn fork(&mut self, sequence: SeqHandle) -> Result<SeqHandle, CacheError> {
+        self.abandon_step();
         let source = self.seqs.check(sequence)?;
         let record = *self.seqs.record(source);
         self.check_room_for_fork(source)?;
@@ -39,13 +40,10 @@ impl Cache {
         let layout = &self.plan.groups[group].layout;
         let unit_bytes = layout.unit_bytes;
         let Some(store) = self.pool.store_mut(group) else {
-            let (from, to) = (layout.unit(source), layout.unit(target));
-            self.pool.device.copy(from, to, unit_bytes)?;
-            self.counters.copied_bytes.0 += unit_bytes;
-            return Ok(());
+            return self.copy_slot(group, source, target);
         };
         let state = *self.seqs.state(source, group);
-        store.promise(state.quota, 0);
+        store.promise(state.quota)?;
         *self.seqs.state_mut(target, group) = GroupState { held: 0, next: 0, ..state };
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
         for at in 0..state.next {
@@ -59,6 +57,27 @@ impl Cache {
             let layout = &self.plan.groups[group].layout;
             self.pool.device.copy(layout.unit(from), layout.unit(to.0), unit_bytes)?;
             self.counters.copied_bytes.0 += unit_bytes;
+        }
+        Ok(())
+    }
+
+    /// Copies the tokens of a contiguous group's slot to another: of each layer, kind and head the
+    /// part that has ever been written.
+    fn copy_slot(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
+        let layout = &self.plan.groups[group].layout;
+        let tokens = u64::from(self.seqs.record(source).high_water.min(layout.unit_tokens));
+        let row_bytes = layout.row_bytes() * tokens;
+        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * tokens;
+        for layer in 0..layout.num_layers {
+            for kv in [Kv::K, Kv::V] {
+                for head in 0..layout.num_kv_heads {
+                    let row = |unit| layout.row(unit, layer, kv, head, 0);
+                    self.pool.device.copy(row(source), row(target), row_bytes)?;
+                    let scales = |unit| layout.scales(unit, layer, kv, head, 0);
+                    self.pool.device.copy(scales(source), scales(target), scale_bytes)?;
+                    self.counters.copied_bytes.0 += row_bytes + scale_bytes;
+                }
+            }
         }
         Ok(())
     }

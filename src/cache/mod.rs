@@ -27,7 +27,7 @@ pub use step::{AttendOptions, Step};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::config::{Admission, DeviceConfig};
-use crate::device::cpu::{CpuDevice, available_memory};
+use crate::device::cpu::{CpuDevice, available_memory, num_threads};
 use crate::device::{Device, DeviceInfo};
 use crate::error::{CacheError, OpenError, PlanError};
 use crate::plan::{GroupKind, NO_BLOCK, Plan};
@@ -67,11 +67,12 @@ impl Cache {
         config: &DeviceConfig,
         progress: Option<&mut dyn FnMut(Bytes, Bytes)>,
     ) -> Result<Self, OpenError> {
+        let workspace = plan.cpu_workspace_bytes(num_threads(config)).map_err(PlanError::from)?;
         match config.memory_limit {
-            Some(limit) => plan.check_memory(limit, "device.memory_limit")?,
+            Some(limit) => plan.check_memory(workspace, limit, "device.memory_limit")?,
             None => {
                 if let Some(available) = available_memory() {
-                    plan.check_memory(available, "what this machine has available")?;
+                    plan.check_memory(workspace, available, "what this machine has available")?;
                 }
             }
         }
@@ -83,17 +84,13 @@ impl Cache {
     /// cache will ever need is allocated here.
     ///
     /// # Errors
-    /// [`OpenError::Plan`] when the device's pool is not of the plan's size.
+    /// [`OpenError::Plan`] when the device was opened with another plan.
     pub fn open(plan: Plan, device: Box<dyn Device>) -> Result<Self, OpenError> {
-        let pool_bytes = device.info().pool_bytes;
-        if pool_bytes != plan.pool_bytes {
+        if device.plan_fingerprint() != plan.fingerprint() {
             return Err(OpenError::Plan(PlanError::Contradiction {
-                key: "device",
-                problem: format!(
-                    "it was opened with {pool_bytes} bytes, and the plan has {}",
-                    plan.pool_bytes
-                ),
-                help: "open the device with the same plan",
+                key: "device".to_owned(),
+                problem: "it was opened with another plan".to_owned(),
+                help: "open the device with the same plan".to_owned(),
             }));
         }
         let cache_id = NEXT_CACHE_ID.fetch_add(1, Relaxed);
@@ -122,10 +119,11 @@ impl Cache {
         self.pool.device.info()
     }
 
-    /// The pool's first byte; stable for the life of the cache. With the plan's layouts it gives
-    /// an engine's own kernels the address of everything.
+    /// The pool's first byte; stable for the life of the cache. With [`Plan::layer_view`] it gives
+    /// an engine's own kernels the address of everything. They may read and write through it while
+    /// no verb of the cache is under way.
     #[must_use]
-    pub fn pool_ptr(&self) -> *const u8 {
+    pub fn pool_ptr(&self) -> *mut u8 {
         self.pool.device.base_ptr()
     }
 
@@ -151,6 +149,7 @@ impl Cache {
     /// # Errors
     /// A stale or foreign handle; nothing changes.
     pub fn release(&mut self, sequence: SeqHandle) -> Result<(), CacheError> {
+        self.abandon_step();
         let slot = self.seqs.check(sequence)?;
         for group in 0..self.plan.groups.len() {
             let live = self.live_in(group, slot);
@@ -158,7 +157,7 @@ impl Cache {
             self.give_back_from(group, slot, 0);
             let promised = self.seqs.state(slot, group).promised();
             if let Some(store) = self.pool.store_mut(group) {
-                store.promise(0, promised);
+                store.unpromise(promised);
             }
         }
         self.seqs.give_back(slot);
@@ -172,7 +171,7 @@ impl Cache {
         let promised = state.promised();
         state.held += 1;
         // First off the promise, then out of the list: never more promised than there is.
-        store.promise(0, promised - state.promised());
+        store.unpromise(promised - state.promised());
         let block = store.take()?;
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
         self.tables[group][slot as usize * row + at as usize] = block.0;
@@ -291,6 +290,7 @@ impl Cache {
     /// # Errors
     /// [`CacheError::SequencesAlive`] while there are sequences; nothing changes.
     pub fn reset(&mut self) -> Result<(), CacheError> {
+        self.abandon_step();
         let live = self.seqs.alive();
         if live > 0 {
             return Err(CacheError::SequencesAlive { live });
@@ -356,7 +356,8 @@ impl Cache {
         if let Some(store) = self.pool.store_mut(group) {
             let dropped = store.drop_ref(BlockId(block));
             debug_assert!(dropped.is_ok(), "a table names an active block");
-            store.promise(promised, 0);
+            let kept = store.promise(promised);
+            debug_assert!(kept.is_ok(), "the block that came back can be promised");
         }
         self.seqs.record_mut(slot).table_version += 1;
     }

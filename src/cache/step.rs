@@ -4,6 +4,7 @@ use super::sequence::SeqHandle;
 use super::{Cache, Csr};
 use crate::device::{AppendArgs, AttendArgs, BatchSeq, TensorMut, TensorRef};
 use crate::error::CacheError;
+use crate::plan::Plan;
 use crate::units::{GroupIdx, LayerIdx};
 
 /// How attention is computed.
@@ -87,12 +88,31 @@ impl Step<'_> {
         self.cache.block_table(group)
     }
 
-    /// A group's blocks in CSR form, the step's tokens included.
+    /// Builds the CSR form of every paged group, the step's tokens included; it stays valid for
+    /// the life of the step.
+    pub fn build_csr(&mut self) {
+        self.cache.build_csr();
+    }
+
+    /// A group's blocks in CSR form.
     ///
     /// # Errors
-    /// A group that does not exist or is contiguous.
-    pub fn csr(&mut self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
-        self.cache.build_csr(group)
+    /// [`CacheError::CsrNotBuilt`] before [`Step::build_csr`]; a group that does not exist or is
+    /// contiguous.
+    pub fn csr(&self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
+        self.cache.csr(group)
+    }
+
+    /// The plan: where every layer's keys and values lie ([`Plan::layer_view`]).
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.cache.plan
+    }
+
+    /// The pool's first byte, for an engine's own kernels; see [`Cache::pool_ptr`].
+    #[must_use]
+    pub fn pool_ptr(&self) -> *mut u8 {
+        self.cache.pool_ptr()
     }
 
     /// Stores K and V of the step's tokens in a layer. `[num_tokens, num_kv_heads, head_dim]` each
@@ -115,7 +135,7 @@ impl Step<'_> {
         let shape = "[num_tokens, num_kv_heads, head_dim]";
         expect_len("k", k.len(), expected, shape)?;
         expect_len("v", v.len(), expected, shape)?;
-        let Cache { plan, pool, batch, counters, .. } = &mut *self.cache;
+        let Cache { plan, pool, batch, .. } = &mut *self.cache;
         let counts = pool.device.append(&AppendArgs {
             layout: &plan.groups[place.group.index()].layout,
             layer: place.index,
@@ -124,8 +144,7 @@ impl Step<'_> {
             k,
             v,
         })?;
-        counters.nonfinite += counts.nonfinite;
-        counters.saturated += counts.saturated;
+        batch.counts.add(counts);
         batch.appended[layer.index()] = true;
         Ok(())
     }

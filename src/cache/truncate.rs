@@ -16,6 +16,7 @@ impl Cache {
     /// A stale or foreign handle, [`CacheError::TruncateBeyondEnd`], [`CacheError::WindowGone`];
     /// nothing changes.
     pub fn truncate(&mut self, sequence: SeqHandle, len: u32) -> Result<(), CacheError> {
+        self.abandon_step();
         let slot = self.seqs.check(sequence)?;
         let record = *self.seqs.record(slot);
         if len > record.len {

@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 use super::complaint::Complaint;
 use super::{
-    CacheConfig, CacheMode, Config, ContiguousLayers, Format, Geometry, HybridConfig, Int8Config,
-    LimitsConfig, ScaleKind, StaticScale,
+    CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry, HybridConfig,
+    Int8Config, LimitsConfig, ScaleKind, StaticScale,
 };
 
 /// The most sequences; a sequence slot is addressed with fewer than 32 bits.
@@ -17,10 +17,48 @@ const TOKENS_PER_BLOCK: [u32; 5] = [8, 16, 32, 64, 128];
 /// The most worker threads.
 const MAX_THREADS: u32 = 1024;
 
+/// A setting that [`verify`] refuses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Invalid {
+    /// The dotted key.
+    pub key: String,
+    /// What is wrong with it.
+    pub problem: String,
+    /// What was expected, or what to do.
+    pub help: String,
+}
+
+/// Checks a configuration and a geometry that were made by hand, as [`super::load`] checks those
+/// of a file. A plan is made of checked settings only.
+///
+/// # Errors
+/// [`Invalid`] names the first setting that is out of range or contradicts another.
+pub fn verify(config: &Config, geometry: &Geometry) -> Result<(), Invalid> {
+    let numbers =
+        [geometry.num_layers, geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim];
+    let invalid = |key: &str, problem: String| {
+        let Complaint { key, problem, help } = Complaint::new(key, problem);
+        Invalid { key, problem, help }
+    };
+    Geometry::checked(numbers, &[0], geometry.sink_tokens)
+        .map_err(|(part, problem)| invalid(part.key(), problem))?;
+    if geometry.windows.len() != geometry.num_layers as usize {
+        let problem =
+            format!("{} windows for {} layers", geometry.windows.len(), geometry.num_layers);
+        return Err(invalid("model.attention_window", problem));
+    }
+    check(config, geometry).map_err(|Complaint { key, problem, help }| Invalid {
+        key,
+        problem,
+        help,
+    })
+}
+
 /// Checks everything but the workload and the variants.
 pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
     check_limits(&config.limits)?;
     check_cache(&config.cache, geometry)?;
+    check_pool(config)?;
     in_range("device.threads", config.device.threads, 0..=MAX_THREADS)
 }
 
@@ -69,6 +107,26 @@ fn check_limits(limits: &LimitsConfig) -> Result<(), Complaint> {
             limits.max_rewind_tokens, limits.max_seq_len
         );
         return Err(Complaint::new("limits.max_rewind_tokens", problem));
+    }
+    Ok(())
+}
+
+/// `typical_seq_len` divides a capacity among paged groups; where nothing is divided it is refused.
+fn check_pool(config: &Config) -> Result<(), Complaint> {
+    let Some(len) = config.pool.typical_seq_len else { return Ok(()) };
+    let key = "pool.typical_seq_len";
+    if !(1..=config.limits.max_seq_len).contains(&len) {
+        let most = config.limits.max_seq_len;
+        return Err(Complaint::new(
+            key,
+            format!("{len} is out of range (limits.max_seq_len is {most})"),
+        ));
+    }
+    let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
+    if !divided || config.cache.mode == CacheMode::Contiguous {
+        let problem = "there is nothing to divide by it";
+        let help = "leave it out: it divides \"tokens:N\" or \"budget:SIZE\" among the layer groups of a paged or hybrid plan";
+        return Err(Complaint::with_help(key, problem, help));
     }
     Ok(())
 }

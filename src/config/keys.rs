@@ -43,6 +43,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     ("pool", "expected a table [pool]"),
     ("pool.capacity", super::capacity::FORMS),
+    ("pool.typical_seq_len", "expected a whole number of tokens from 1 to limits.max_seq_len"),
     ("device", "expected a table [device]"),
     ("device.kind", "expected \"cpu\""),
     ("device.threads", "expected a whole number from 0 (one for each core) to 1024"),

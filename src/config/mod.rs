@@ -19,7 +19,7 @@ mod presets;
 mod variant;
 mod workload;
 
-pub use check::contiguous_set;
+pub use check::{Invalid, contiguous_set, verify};
 pub use load::{Source, load, parse};
 pub use model::Geometry;
 pub use presets::{PRESETS, Preset};
@@ -245,11 +245,17 @@ pub struct PoolConfig {
     /// `"worst-case"`, `"tokens:N"`, `"blocks:N"` or `"budget:SIZE"`.
     #[serde(default)]
     pub capacity: Capacity,
+    /// The length that sequences typically reach, in tokens; default `limits.max_seq_len`. Where a
+    /// plan has paged layers with and without a window, it divides `tokens:N` or `budget:SIZE`
+    /// between them: short sequences need as many blocks of either kind, long ones far fewer of
+    /// the windowed kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub typical_seq_len: Option<u32>,
 }
 
 impl Default for PoolConfig {
     fn default() -> Self {
-        Self { capacity: Capacity::WorstCase }
+        Self { capacity: Capacity::WorstCase, typical_seq_len: None }
     }
 }
 

@@ -38,6 +38,18 @@ pub(super) enum Part {
     HeadDim,
 }
 
+impl Part {
+    /// Its key in `[model]`.
+    pub(super) const fn key(self) -> &'static str {
+        match self {
+            Self::Layers => "model.num_layers",
+            Self::QHeads => "model.num_q_heads",
+            Self::KvHeads => "model.num_kv_heads",
+            Self::HeadDim => "model.head_dim",
+        }
+    }
+}
+
 impl Geometry {
     /// How many query heads share one KV head.
     #[must_use]
@@ -185,16 +197,8 @@ fn explicit(model: &ModelConfig) -> Result<Geometry, Complaint> {
     if pattern.is_empty() {
         return Err(Complaint::new("model.attention_window", "is an empty list"));
     }
-    let geometry =
-        Geometry::checked(numbers, pattern, model.sink_tokens).map_err(|(part, problem)| {
-            let key = match part {
-                Part::Layers => "model.num_layers",
-                Part::QHeads => "model.num_q_heads",
-                Part::KvHeads => "model.num_kv_heads",
-                Part::HeadDim => "model.head_dim",
-            };
-            Complaint::new(key, problem)
-        })?;
+    let geometry = Geometry::checked(numbers, pattern, model.sink_tokens)
+        .map_err(|(part, problem)| Complaint::new(part.key(), problem))?;
     if pattern.len() > num_layers as usize {
         return Err(Complaint::new(
             "model.attention_window",

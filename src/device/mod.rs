@@ -43,7 +43,8 @@ pub struct DeviceInfo {
 /// Things that an append met in its input. Summed up by the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct AppendCounts {
-    /// Elements that were NaN or infinite (INT8 only; other formats store them as they are).
+    /// Elements that were NaN or infinite. Counted for INT8 only: the other formats store them as
+    /// they are, and f16 and bf16 round what is beyond their range to infinity, as IEEE says.
     pub nonfinite: u64,
     /// Finite elements beyond ±127 static scales, stored as ±127 (`per-tensor` only).
     pub saturated: u64,
@@ -133,21 +134,26 @@ pub trait Device: Send + fmt::Debug {
     /// What it is, and how it was opened.
     fn info(&self) -> DeviceInfo;
 
-    /// The pool's first byte; stable for the life of the device.
-    fn base_ptr(&self) -> *const u8;
+    /// [`Plan::fingerprint`](crate::plan::Plan::fingerprint) of the plan that it was opened with.
+    fn plan_fingerprint(&self) -> u64;
+
+    /// The pool's first byte; stable for the life of the device. An engine's own kernels may read
+    /// and write through it while no call of the device is under way.
+    fn base_ptr(&self) -> *mut u8;
 
     /// Stores K and V of a step in one layer, quantising them where the format asks for it.
     /// Shapes have been checked by the caller.
     ///
     /// # Errors
-    /// [`DeviceError`] when a token slot lies outside the pool (nothing is written then) or a
-    /// worker failed.
+    /// [`DeviceError`] when the layout is not consistent or a token slot lies outside the pool
+    /// (nothing is written then), or a worker failed.
     fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError>;
 
     /// Computes attention in one layer. Shapes have been checked by the caller.
     ///
     /// # Errors
-    /// [`DeviceError`] when a block lies outside the pool or a worker failed.
+    /// [`DeviceError`] when the layout is not consistent or a block lies outside the pool, or a
+    /// worker failed.
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError>;
 
     /// Copies `len` bytes from offset `src` to offset `dst` of the pool; the ranges do not

@@ -177,8 +177,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Notes that a request lost its `len` tokens, of which `folded` in all were folded in, and
-    /// will compute them again.
+    /// Notes that a request lost its tokens and will compute them again: its first `folded` ones
+    /// have been folded in already.
     pub(super) fn preempted(&mut self, request: u32, folded: u32) {
         let sums = &mut self.sums[request as usize];
         sums.again = 0;
@@ -241,7 +241,7 @@ mod tests {
                 assert_ne!(hash, hash_row(1, 2, 3, &other), "element {at}, bit {bit}");
             }
         }
-        let mut swapped = row.clone();
+        let mut swapped = row;
         swapped.swap(0, 16);
         assert_ne!(hash, hash_row(1, 2, 3, &swapped), "the order within a lane counts");
     }

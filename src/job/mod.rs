@@ -213,6 +213,7 @@ fn describe(
         requests_refused_never_fits: counts.refused_never_fits,
         preemptions: counts.preemptions,
         most_preemptions_of_one: counts.most_preemptions,
+        preemptions_without_progress: counts.fruitless,
         steps: counts.steps,
         peak_running: counts.peak_running,
         mean_running: mean(u128::from(counts.running_sum), counts.steps),

@@ -37,6 +37,7 @@ const COLUMNS: &[&str] = &[
     "requests_refused_never_fits",
     "preemptions",
     "most_preemptions_of_one",
+    "preemptions_without_progress",
     "steps",
     "peak_running",
     "mean_running",
@@ -144,7 +145,7 @@ mod tests {
 
     #[test]
     fn the_columns_are_the_keys() {
-        let value = serde_json::to_value(&run("a", "f16", "1f", 5)).expect("plain");
+        let value = serde_json::to_value(run("a", "f16", "1f", 5)).expect("plain");
         let keys = value.as_object().expect("an object");
         for key in keys.keys() {
             assert!(COLUMNS.contains(&key.as_str()), "{key} is no column");

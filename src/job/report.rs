@@ -87,6 +87,9 @@ pub struct RunReport {
     pub preemptions: u64,
     /// The most preemptions of one request.
     pub most_preemptions_of_one: u32,
+    /// Preemptions of a request that had gained no new token since it was admitted; 0, or preempt
+    /// and resume could ping-pong.
+    pub preemptions_without_progress: u64,
     /// Steps.
     pub steps: u64,
     /// The most requests that ran at once.
@@ -275,6 +278,7 @@ pub(super) mod tests {
             requests_refused_never_fits: 0,
             preemptions: 0,
             most_preemptions_of_one: 0,
+            preemptions_without_progress: 0,
             steps: 2,
             peak_running: 1,
             mean_running: 1.0,

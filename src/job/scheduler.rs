@@ -68,6 +68,8 @@ pub(super) struct Counts {
     pub(super) refused_never_fits: u64,
     pub(super) preemptions: u64,
     pub(super) most_preemptions: u32,
+    /// Preemptions of a request that had gained no new token since it was admitted.
+    pub(super) fruitless: u64,
     pub(super) steps: u64,
     pub(super) peak_running: u32,
     pub(super) running_sum: u64,
@@ -353,6 +355,7 @@ impl<'a> Scheduler<'a> {
         if let Some(sequence) = task.sequence.take() {
             self.cache.release(sequence)?;
         }
+        self.counts.fruitless += u64::from(task.len <= task.prefix);
         task.prefix = task.prefix.max(task.len);
         task.len = 0;
         task.preemptions += 1;

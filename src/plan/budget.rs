@@ -23,13 +23,22 @@ enum Measure {
     WorstCase,
     /// This many slots in an all-contiguous plan.
     Slots(u32),
-    /// This many blocks of full attention, and the same or their worst case of windowed layers.
-    Blocks(u64),
+    /// This many blocks in every paged group.
+    Each(u64),
+    /// This many blocks of full attention, and in windowed groups what sequences of
+    /// `typical_seq_len` need beside them.
+    Shared {
+        /// Blocks of full attention.
+        blocks: u64,
+        /// The length by which the capacity is divided.
+        typical_seq_len: u32,
+    },
 }
 
 /// Sizes the groups as `pool.capacity` asks.
 pub(super) fn size(config: &Config, limits: &Limits, drafts: &[Draft]) -> Result<Sized, PlanError> {
     let tokens_per_block = u64::from(config.cache.tokens_per_block);
+    let typical_seq_len = config.pool.typical_seq_len.unwrap_or(limits.max_seq_len);
     let contiguous_only = config.cache.mode == CacheMode::Contiguous;
     let measure = match (config.pool.capacity, contiguous_only) {
         (Capacity::WorstCase, _) => Measure::WorstCase,
@@ -46,16 +55,28 @@ pub(super) fn size(config: &Config, limits: &Limits, drafts: &[Draft]) -> Result
             }
             Measure::Slots(clamp(slots).min(limits.max_seqs))
         }
-        (Capacity::Tokens(tokens), false) => Measure::Blocks(tokens.div_ceil(tokens_per_block)),
+        (Capacity::Tokens(tokens), false) => {
+            Measure::Shared { blocks: tokens.div_ceil(tokens_per_block), typical_seq_len }
+        }
         (Capacity::Blocks(_), true) => {
             return Err(PlanError::Contradiction {
-                key: "pool.capacity",
+                key: "pool.capacity".to_owned(),
                 problem: "it counts blocks, and every layer is contiguous".to_owned(),
-                help: "give \"tokens:N\" or \"budget:SIZE\", or use cache.mode = \"paged\"",
+                help: "give \"tokens:N\" or \"budget:SIZE\", or use cache.mode = \"paged\""
+                    .to_owned(),
             });
         }
-        (Capacity::Blocks(blocks), false) => Measure::Blocks(blocks),
-        (Capacity::Budget(budget), _) => fit(budget, contiguous_only, limits, drafts)?,
+        (Capacity::Blocks(blocks), false) => Measure::Each(blocks),
+        (Capacity::Budget(budget), _) => {
+            let measure = |n: u64| {
+                if contiguous_only {
+                    Measure::Slots(clamp(n))
+                } else {
+                    Measure::Shared { blocks: n, typical_seq_len }
+                }
+            };
+            fit(budget, contiguous_only, limits, drafts, &measure)?
+        }
     };
     place(measure, limits, drafts)
 }
@@ -66,10 +87,8 @@ fn fit(
     contiguous_only: bool,
     limits: &Limits,
     drafts: &[Draft],
+    measure: &dyn Fn(u64) -> Measure,
 ) -> Result<Measure, PlanError> {
-    let measure = |n: u64| {
-        if contiguous_only { Measure::Slots(clamp(n)) } else { Measure::Blocks(n) }
-    };
     let fits = |n: u64| match place(measure(n), limits, drafts) {
         Ok(sized) => sized.pool_bytes <= budget,
         Err(_) => false,
@@ -117,7 +136,7 @@ fn clamp(number: u64) -> u32 {
 fn place(measure: Measure, limits: &Limits, drafts: &[Draft]) -> Result<Sized, PlanError> {
     let seq_slots = match measure {
         Measure::Slots(slots) => slots,
-        Measure::WorstCase | Measure::Blocks(_) => limits.max_seqs,
+        Measure::WorstCase | Measure::Each(_) | Measure::Shared { .. } => limits.max_seqs,
     };
     let mut groups: Vec<LayerGroup> = Vec::with_capacity(drafts.len());
     let mut end = Bytes::ZERO;
@@ -160,9 +179,12 @@ fn units_of(
         })?;
     let units = match measure {
         Measure::WorstCase | Measure::Slots(_) => worst,
+        Measure::Each(blocks) if draft.window.is_none() => blocks,
         // Windowed layers can never use more than their worst case.
-        Measure::Blocks(blocks) if draft.window.is_some() => blocks.min(worst),
-        Measure::Blocks(blocks) => blocks,
+        Measure::Each(blocks) => blocks.min(worst),
+        Measure::Shared { blocks, typical_seq_len } => {
+            shared_units(draft, blocks, typical_seq_len, limits)
+        }
     };
     match u32::try_from(units) {
         Ok(units) if u64::from(units) <= MAX_UNITS => Ok(units),
@@ -173,4 +195,23 @@ fn units_of(
             knob: "raise cache.tokens_per_block, or lower pool.capacity",
         }),
     }
+}
+
+/// The blocks of one group beside `blocks` blocks of full attention.
+///
+/// A sequence of the typical length holds f blocks of full attention and w of this group, so
+/// `blocks` of the former go with ⌈blocks · w / f⌉ of the latter. One sequence that fills all of
+/// the former must fit too. And more than one for each of the former, or than the worst case, is
+/// never used.
+fn shared_units(draft: &Draft, blocks: u64, typical_seq_len: u32, limits: &Limits) -> u64 {
+    if draft.window.is_none() {
+        return blocks;
+    }
+    let per_seq = |len| u64::from(draft.blocks_for(len, limits));
+    let full = u64::from(typical_seq_len.div_ceil(draft.shape.unit_tokens));
+    let beside = u128::from(blocks) * u128::from(per_seq(typical_seq_len));
+    let beside = u64::try_from(beside.div_ceil(u128::from(full))).unwrap_or(u64::MAX);
+    let alone = blocks.min(per_seq(limits.max_seq_len));
+    let worst = u64::from(draft.blocks_per_full_seq) * u64::from(limits.max_seqs);
+    beside.max(alone).min(blocks).min(worst)
 }

@@ -63,6 +63,13 @@ pub(super) struct Draft {
     pub(super) max_blocks_per_seq: u32,
 }
 
+impl Draft {
+    /// Blocks that a sequence of `len` tokens can hold at once, at most.
+    pub(super) fn blocks_for(&self, len: u32, limits: &Limits) -> u32 {
+        blocks_for(len, self.shape.unit_tokens, self.window, self.shape.sink_tokens, limits)
+    }
+}
+
 /// Blocks that a sequence of `len` tokens can hold at once.
 ///
 /// Without a window that is ⌈len / T⌉. With one, a step of n tokens needs the n new tokens, the
@@ -183,11 +190,13 @@ fn refuse_short_window(window: u32, limits: &Limits) -> Result<(), PlanError> {
         return Ok(());
     }
     Err(PlanError::Contradiction {
-        key: "limits.max_step_tokens",
+        key: "limits.max_step_tokens".to_owned(),
         problem: format!(
             "a step of {} tokens is longer than the attention window of {window} of a contiguous layer",
             limits.max_step_tokens
         ),
-        help: "lower limits.max_step_tokens to the window (leaving it out does that), or make the layer paged",
+        help: "lower limits.max_step_tokens to the window (leaving it out does that), or make the \
+               layer paged"
+            .to_owned(),
     })
 }

@@ -68,8 +68,9 @@ pub(super) fn terms(
         term("step: token slots", 8, Bytes(batch_tokens).try_mul(num_groups)?.get())?,
         // u32 a sequence: lengths after the step.
         term("step: sequence lengths", 4, batch_seqs)?,
-        // CSR form, built when asked for: indptr, last block length, and the indices.
-        term("step: CSR", 4, (2 * batch_seqs + 1) + table_entries)?,
+        // CSR form of each paged group, u32 each: indptr, last block length and first position of
+        // every sequence, and the indices.
+        term("step: CSR", 4, (3 * batch_seqs + 1) * paged().count() as u64 + table_entries)?,
         // One flag a layer.
         term("step: layers appended", 1, u64::from(geometry.num_layers))?,
     ])

@@ -16,7 +16,8 @@
 use serde::Serialize;
 
 use super::format::{KvFormat, SCALE_BYTES};
-use crate::units::{Bytes, Overflow};
+use super::{LayerPlace, LayerScales};
+use crate::units::{Bytes, GroupIdx, Overflow};
 
 /// Alignment of every unit, in bytes: a cache line, and what the widest vector load likes.
 pub const UNIT_ALIGN: u64 = 64;
@@ -142,6 +143,34 @@ impl GroupLayout {
         })
     }
 
+    /// Whether the sizes follow from one another as [`GroupLayout::new`] computes them, and the
+    /// units lie within `pool_bytes`. Then no two rows or scales overlap, which is what the
+    /// device's writers rely on.
+    #[must_use]
+    pub fn is_consistent(&self, pool_bytes: u64) -> bool {
+        let shape = UnitShape {
+            num_layers: self.num_layers,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            format: self.format,
+            unit_tokens: self.unit_tokens,
+            addressing: self.addressing,
+            sink_tokens: self.sink_tokens,
+            ring_tokens: self.ring_tokens,
+        };
+        let addressable = match self.addressing {
+            Addressing::Blocks => self.unit_tokens.is_power_of_two(),
+            Addressing::Slot => true,
+            Addressing::Ring => {
+                self.ring_tokens > 0
+                    && self.sink_tokens.checked_add(self.ring_tokens) == Some(self.unit_tokens)
+            }
+        };
+        addressable
+            && Self::new(shape, self.base, self.units).as_ref() == Ok(self)
+            && self.base + self.bytes() <= pool_bytes
+    }
+
     /// Bytes of all units.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
@@ -214,6 +243,71 @@ impl GroupLayout {
         let per_unit = self.unit_tokens as u64;
         #[expect(clippy::cast_possible_truncation, reason = "units and unit_tokens are u32")]
         ((token_slot / per_unit) as u32, (token_slot % per_unit) as u32)
+    }
+}
+
+/// Offsets and strides of one layer, in bytes from the start of the pool, for an engine's own
+/// kernels. A vector of `head_dim` elements lies at
+/// `k + unit · unit_stride + head · head_stride + token · token_stride`, where unit and token are
+/// the two parts of a token slot; its scales likewise.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LayerView {
+    /// First key.
+    pub k: u64,
+    /// First value.
+    pub v: u64,
+    /// From a unit (block or slot) to the next.
+    pub unit_stride: u64,
+    /// From a KV head to the next.
+    pub head_stride: u64,
+    /// From a token to the next.
+    pub token_stride: u64,
+    /// First scale of the keys; meaningless where `scales_per_row` is 0.
+    pub k_scales: u64,
+    /// First scale of the values.
+    pub v_scales: u64,
+    /// From a KV head's scales to the next head's.
+    pub scale_head_stride: u64,
+    /// From a token's scales to the next token's.
+    pub scale_token_stride: u64,
+    /// Scales of one vector, each an [`E8M8`](super::E8M8) in 2 bytes.
+    pub scales_per_row: u32,
+    /// Units of the group.
+    pub units: u32,
+    /// Tokens of a unit.
+    pub unit_tokens: u32,
+    /// Element type and scale form.
+    pub format: KvFormat,
+    /// The layer's group: whose token slots and block table apply.
+    pub group: GroupIdx,
+    /// Static scales, for `per-tensor`.
+    pub static_scales: LayerScales,
+}
+
+impl LayerView {
+    pub(super) const fn new(
+        layout: &GroupLayout,
+        place: LayerPlace,
+        static_scales: LayerScales,
+    ) -> Self {
+        let scale_token_stride = layout.scales_per_row as u64 * SCALE_BYTES as u64;
+        Self {
+            k: layout.row(0, place.index, Kv::K, 0, 0),
+            v: layout.row(0, place.index, Kv::V, 0, 0),
+            unit_stride: layout.unit_bytes,
+            head_stride: layout.head_stride(),
+            token_stride: layout.row_bytes(),
+            k_scales: layout.scales(0, place.index, Kv::K, 0, 0),
+            v_scales: layout.scales(0, place.index, Kv::V, 0, 0),
+            scale_head_stride: scale_token_stride * layout.unit_tokens as u64,
+            scale_token_stride,
+            scales_per_row: layout.scales_per_row,
+            units: layout.units,
+            unit_tokens: layout.unit_tokens,
+            format: layout.format,
+            group: place.group,
+            static_scales,
+        }
     }
 }
 

@@ -20,14 +20,17 @@ pub use host::{
     BATCH_SEQ_BYTES, BLOCK_RECORD_BYTES, GROUP_STATE_BYTES, HostTerm, SEQ_RECORD_BYTES,
 };
 pub use layout::{
-    Addressing, GROUP_ALIGN, GroupLayout, Kv, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape, visible,
+    Addressing, GROUP_ALIGN, GroupLayout, Kv, LayerView, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape,
+    visible,
 };
 
 pub use workspace::{CpuWorkspace, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
 
 use serde::Serialize;
 
-use crate::config::{Admission, CacheMode, Config, Geometry, ScaleKind, StaticScale};
+use crate::config::{
+    Admission, CacheMode, Config, Geometry, Invalid, ScaleKind, StaticScale, verify,
+};
 use crate::error::PlanError;
 use crate::units::{Bytes, GroupIdx, LayerIdx};
 
@@ -110,14 +113,17 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Computes the plan of a configuration whose settings have been checked by
-    /// [`crate::config::load`].
+    /// Computes the plan of a configuration. Settings that were made by hand are checked as those
+    /// of a file are.
     ///
     /// # Errors
-    /// [`PlanError`] when settings contradict each other, a size overflows, or the capacity does
+    /// [`PlanError`] when a setting is out of range, settings contradict each other, a size overflows, or the capacity does
     /// not hold a single unit.
     pub fn new(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
-        let limits = limits(config, geometry)?;
+        verify(config, geometry).map_err(|Invalid { key, problem, help }| {
+            PlanError::Contradiction { key, problem, help }
+        })?;
+        let limits = limits(config, geometry);
         let format = KvFormat::of(config);
         let drafts = group::drafts(config, geometry, &limits, format)?;
         let sized = budget::size(config, &limits, &drafts)?;
@@ -190,16 +196,18 @@ impl Plan {
         }
     }
 
-    /// Checks the plan against the memory that the machine has available.
+    /// Checks the plan, with a device's workspace of so many bytes, against the memory that there
+    /// is.
     ///
     /// # Errors
     /// [`PlanError::MemoryTooSmall`] with the shortfall and the settings that close it.
     pub fn check_memory(
         &self,
+        workspace: Bytes,
         available: Bytes,
         source_of_limit: &'static str,
     ) -> Result<(), PlanError> {
-        let needed = self.pool_bytes.try_add(self.host_bytes)?;
+        let needed = self.pool_bytes.try_add(self.host_bytes)?.try_add(workspace)?;
         if needed <= available {
             return Ok(());
         }
@@ -207,37 +215,44 @@ impl Plan {
             needed,
             pool: self.pool_bytes,
             host: self.host_bytes,
+            workspace,
             available,
             source_of_limit,
         })
     }
+
+    /// A hash of every number of the plan. A device remembers that of the plan it was opened with,
+    /// so that a cache with another plan of the same size is refused.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        format!("{self:?}").bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+        })
+    }
+
+    /// Where a layer's keys and values lie: what an engine's own kernels need beside the pool's
+    /// first byte, token slots and block tables.
+    #[must_use]
+    pub fn layer_view(&self, layer: LayerIdx) -> Option<LayerView> {
+        let place = self.layers.get(layer.index())?;
+        let layout = &self.groups[place.group.index()].layout;
+        Some(LayerView::new(layout, *place, self.scales_of(layer)))
+    }
 }
 
-/// Fills in the limits' defaults and refuses contradictions.
-fn limits(config: &Config, geometry: &Geometry) -> Result<Limits, PlanError> {
+/// Fills in the limits' defaults.
+fn limits(config: &Config, geometry: &Geometry) -> Limits {
     let given = &config.limits;
     let smallest_window =
         geometry.windows.iter().copied().filter(|w| *w > 0).min().unwrap_or(u32::MAX);
-    let natural = given.max_batch_tokens.min(given.max_seq_len);
-    let max_step_tokens =
-        given.max_step_tokens.unwrap_or(natural.min(smallest_window)).min(given.max_seq_len);
-    if given.max_rewind_tokens > given.max_seq_len {
-        return Err(PlanError::Contradiction {
-            key: "limits.max_rewind_tokens",
-            problem: format!(
-                "{} is more than limits.max_seq_len = {}",
-                given.max_rewind_tokens, given.max_seq_len
-            ),
-            help: "lower it: no sequence is longer than max_seq_len",
-        });
-    }
-    Ok(Limits {
+    let natural = given.max_batch_tokens.min(smallest_window);
+    Limits {
         max_seqs: given.max_seqs,
         max_seq_len: given.max_seq_len,
         max_batch_tokens: given.max_batch_tokens,
-        max_step_tokens,
+        max_step_tokens: given.max_step_tokens.unwrap_or(natural).min(given.max_seq_len),
         max_rewind_tokens: given.max_rewind_tokens,
-    })
+    }
 }
 
 /// One entry a layer for static scales, none otherwise.
@@ -258,16 +273,20 @@ fn static_scales(config: &Config, geometry: &Geometry) -> Vec<LayerScales> {
         .collect()
 }
 
-/// Tokens over all sequences: what the full-attention blocks hold, or, without such blocks, what
-/// the sequence slots hold.
+/// Tokens over all sequences: what the blocks of full attention hold. In a plan whose paged layers
+/// all have windows, what is certain: the full-length sequences, or, where not even one fits, the
+/// tokens of the blocks. Never more than the sequence slots hold.
 fn capacity_tokens(groups: &[LayerGroup], limits: &Limits, seq_slots: u32) -> u64 {
-    groups
-        .iter()
-        .filter(|group| group.kind == GroupKind::Paged && group.window.is_none())
-        .map(|group| u64::from(group.layout.units) * u64::from(group.layout.unit_tokens))
-        .chain([u64::from(seq_slots) * u64::from(limits.max_seq_len)])
-        .min()
-        .unwrap_or(0)
+    let paged = || groups.iter().filter(|group| group.kind == GroupKind::Paged);
+    let held =
+        |group: &LayerGroup| u64::from(group.layout.units) * u64::from(group.layout.unit_tokens);
+    let slots = u64::from(seq_slots) * u64::from(limits.max_seq_len);
+    let full = paged().filter(|group| group.window.is_none()).map(held).min();
+    let windowed = paged().map(held).min().map(|tokens| {
+        let seqs = full_length_seqs(groups, limits, seq_slots);
+        tokens.max(u64::from(seqs) * u64::from(limits.max_seq_len))
+    });
+    full.or(windowed).unwrap_or(slots).min(slots)
 }
 
 /// How many sequences of full length every group can hold at once.

@@ -183,10 +183,27 @@ impl BlockStore {
         }
     }
 
-    /// Changes the number of promised blocks. The caller has checked [`Self::unpromised`].
-    pub fn promise(&mut self, more: u32, fewer: u32) {
-        self.promised = self.promised + more - fewer;
-        debug_assert!(self.promised <= self.available(), "more promised than there is");
+    /// Promises blocks to a sequence: they stay available to it and to nobody else.
+    ///
+    /// # Errors
+    /// [`CacheError::NotAdmitted`] when fewer are unpromised; nothing changes.
+    pub fn promise(&mut self, blocks: u32) -> Result<(), CacheError> {
+        if blocks > self.unpromised() {
+            return Err(CacheError::NotAdmitted {
+                group: self.group,
+                wanted: u64::from(blocks),
+                available: u64::from(self.unpromised()),
+            });
+        }
+        self.promised += blocks;
+        Ok(())
+    }
+
+    /// Takes a promise back: the blocks are anybody's, or are about to be taken by the sequence
+    /// that had it. More than was promised counts as all of it.
+    pub fn unpromise(&mut self, blocks: u32) {
+        debug_assert!(blocks <= self.promised, "more taken back than was promised");
+        self.promised = self.promised.saturating_sub(blocks);
     }
 
     /// Takes a block with one reference: a free one, or else the oldest cached one, evicted.

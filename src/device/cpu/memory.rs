@@ -4,6 +4,7 @@
 //! operating system to find one, and a machine that does not have the memory shows it then.
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
 
@@ -18,11 +19,22 @@ const PAGE_BYTES: usize = 4096;
 const PROGRESS_BYTES: usize = 256 << 20;
 
 /// The pool.
+///
+/// The bytes are reached through `base` alone, never through `map`, so that a pointer that was
+/// given to an engine's own kernels stays valid whatever slices are made here between its uses.
 #[derive(Debug)]
 pub(super) struct PoolMemory {
+    /// Owns the mapping.
     map: MmapMut,
+    base: *mut u8,
     huge_pages: bool,
 }
+
+// SAFETY: `base` points into the mapping that `map` owns, which moves with it and may be used from
+// any thread; `&self` only reads and `&mut self` alone writes.
+unsafe impl Send for PoolMemory {}
+// SAFETY: as above: `&self` gives slices to read, and `base` only as a raw pointer.
+unsafe impl Sync for PoolMemory {}
 
 impl PoolMemory {
     /// Maps exactly `bytes` bytes of zeros, page aligned, and makes them resident with up to
@@ -49,7 +61,8 @@ impl PoolMemory {
             touch(chunk, threads);
             progress(Bytes(done), bytes);
         }
-        Ok(Self { map, huge_pages })
+        let base = map.as_mut_ptr();
+        Ok(Self { map, base, huge_pages })
     }
 
     /// Whether the operating system was asked for huge pages and accepted.
@@ -57,14 +70,22 @@ impl PoolMemory {
         self.huge_pages
     }
 
+    /// The pool's first byte.
+    pub(super) fn base_ptr(&self) -> *mut u8 {
+        self.base
+    }
+
     /// The pool's bytes.
     pub(super) fn bytes(&self) -> &[u8] {
-        &self.map
+        // SAFETY: `base` and the length are those of the live mapping `map`; nothing writes while
+        // `self` is borrowed, as `Device::base_ptr` asks of those who have the pointer.
+        unsafe { std::slice::from_raw_parts(self.base, self.map.len()) }
     }
 
     /// The pool's bytes.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.map
+        // SAFETY: as in `bytes`, and `self` is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.base, self.map.len()) }
     }
 
     /// The range `offset..offset + len` as indices.
@@ -97,16 +118,27 @@ fn advise_huge_pages(map: &MmapMut) -> bool {
     }
 }
 
-/// Writes to every page, so that it is there.
+/// Bytes that a thread touches before it looks for more.
+const TOUCH_BYTES: usize = 4 << 20;
+
+/// Writes to every page, so that it is there, with up to `threads` threads: with fewer where the
+/// system starts no more.
 fn touch(bytes: &mut [u8], threads: usize) {
-    let share = bytes.len().div_ceil(threads.max(1)).next_multiple_of(PAGE_BYTES);
-    if threads <= 1 || share < (4 << 20) {
-        return touch_pages(bytes);
-    }
-    std::thread::scope(|scope| {
-        for part in bytes.chunks_mut(share) {
-            scope.spawn(move || touch_pages(part));
+    let threads = threads.min(bytes.len() / TOUCH_BYTES).max(1);
+    let parts = Mutex::new(bytes.chunks_mut(TOUCH_BYTES));
+    let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        while let Some(part) = next() {
+            touch_pages(part);
         }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                break;
+            }
+        }
+        work();
     });
 }
 

@@ -10,6 +10,7 @@ mod attend;
 mod disjoint;
 mod exp;
 mod fast;
+mod float_mode;
 mod job;
 mod kernel;
 mod lanes;
@@ -26,6 +27,7 @@ mod x86;
 
 pub use memory::available_memory;
 
+use float_mode::FloatMode;
 use job::AttendJob;
 use kernel::Chosen;
 use memory::PoolMemory;
@@ -35,7 +37,7 @@ use workspace::Workspace;
 use super::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo};
 use crate::config::DeviceConfig;
 use crate::error::DeviceError;
-use crate::plan::Plan;
+use crate::plan::{GroupLayout, Plan};
 use crate::units::Bytes;
 
 /// The CPU as a device.
@@ -45,17 +47,7 @@ pub struct CpuDevice {
     workspace: Workspace,
     workers: Workers,
     kernel: Chosen,
-}
-
-/// Threads that a configuration asks for: 0 stands for one a core.
-fn num_threads(config: &DeviceConfig) -> u32 {
-    if config.threads > 0 {
-        return config.threads;
-    }
-    std::thread::available_parallelism()
-        .ok()
-        .and_then(|cores| u32::try_from(cores.get()).ok())
-        .unwrap_or(1)
+    plan_fingerprint: u64,
 }
 
 impl CpuDevice {
@@ -77,8 +69,31 @@ impl CpuDevice {
         let progress = progress.unwrap_or(&mut silent);
         let memory = PoolMemory::open(plan.pool_bytes, threads as usize, progress)?;
         let workers = Workers::start(threads as usize)?;
-        Ok(Self { memory, workspace, workers, kernel })
+        let plan_fingerprint = plan.fingerprint();
+        Ok(Self { memory, workspace, workers, kernel, plan_fingerprint })
     }
+
+    /// Refuses a layout whose rows could overlap or lie outside the pool: everything below writes
+    /// to places that it computes.
+    fn check_layout(&self, layout: &GroupLayout) -> Result<(), DeviceError> {
+        if layout.is_consistent(self.memory.bytes().len() as u64) {
+            Ok(())
+        } else {
+            Err(DeviceError::BadLayout)
+        }
+    }
+}
+
+/// Threads that a configuration asks for: 0 stands for one a core.
+#[must_use]
+pub fn num_threads(config: &DeviceConfig) -> u32 {
+    if config.threads > 0 {
+        return config.threads;
+    }
+    std::thread::available_parallelism()
+        .ok()
+        .and_then(|cores| u32::try_from(cores.get()).ok())
+        .unwrap_or(1)
 }
 
 impl Device for CpuDevice {
@@ -93,15 +108,23 @@ impl Device for CpuDevice {
         }
     }
 
-    fn base_ptr(&self) -> *const u8 {
-        self.memory.bytes().as_ptr()
+    fn plan_fingerprint(&self) -> u64 {
+        self.plan_fingerprint
+    }
+
+    fn base_ptr(&self) -> *mut u8 {
+        self.memory.base_ptr()
     }
 
     fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
+        self.check_layout(args.layout)?;
+        let _mode = FloatMode::standard();
         append::append(self.kernel.appender(), &self.workers, &mut self.memory, args)
     }
 
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
+        self.check_layout(args.layout)?;
+        let _mode = FloatMode::standard();
         let job = AttendJob::new(self.memory.bytes(), args)?;
         match &self.kernel {
             Chosen::Reference => reference::attend(&mut self.workspace, &self.workers, &job),

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use super::float_mode::FloatMode;
 use crate::error::DeviceError;
 
 /// In `state`: the dispatch may be joined.
@@ -143,6 +144,8 @@ impl Shared {
 
     /// What a worker thread does.
     fn serve(&self, worker: usize, max_spins: u32) {
+        // For the life of the thread: nothing else runs on it.
+        let _mode = FloatMode::standard();
         self.ready.fetch_add(1, SeqCst);
         let mut spins = Spins { now: max_spins, max: max_spins };
         let mut last = 0;

@@ -8,8 +8,8 @@ use super::super::super::{
 };
 use super::super::{CpuDevice, kernel};
 use crate::config::{
-    Admission, CacheConfig, CacheMode, Capacity, Config, DeviceConfig, Format, Geometry,
-    Int8Config, KernelChoice, LimitsConfig, ModelConfig, PoolConfig, ScaleKind, StaticScale,
+    Admission, CacheConfig, CacheMode, Config, DeviceConfig, Format, Geometry, Int8Config,
+    KernelChoice, LimitsConfig, ModelConfig, PoolConfig, ScaleKind, StaticScale,
 };
 use crate::plan::{GroupLayout, NO_BLOCK, Plan, SeqView, visible};
 use crate::units::LayerIdx;
@@ -82,12 +82,12 @@ pub(super) fn plan(params: &Params) -> Plan {
             admission: Admission::Guaranteed,
             int8: scale.map(|scale| Int8Config {
                 scale,
-                k_scale: Some(StaticScale::One(0.011)),
-                v_scale: Some(StaticScale::One(0.009)),
+                k_scale: static_scale(scale, 0.011),
+                v_scale: static_scale(scale, 0.009),
             }),
             hybrid: None,
         },
-        pool: PoolConfig { capacity: Capacity::WorstCase },
+        pool: PoolConfig::default(),
         device: DeviceConfig::default(),
         workload: None,
         variant: Vec::new(),
@@ -101,6 +101,11 @@ pub(super) fn plan(params: &Params) -> Plan {
         sink_tokens: params.sinks,
     };
     Plan::new(&config, &geometry).expect("a plan")
+}
+
+/// A static scale, for the form that has them.
+fn static_scale(kind: ScaleKind, value: f32) -> Option<StaticScale> {
+    (kind == ScaleKind::PerTensor).then_some(StaticScale::One(value))
 }
 
 /// A number in -1..1 that depends on all its arguments.

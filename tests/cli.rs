@@ -1,0 +1,268 @@
+//! The command `kvpool`: what it prints, where, and with which exit status.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+/// What the issue that asked for the job promises, in this order.
+const KEYS: [&str; 16] = [
+    "variant",
+    "mode",
+    "format",
+    "device",
+    "planned_bytes",
+    "allocated_bytes",
+    "peak_used_bytes",
+    "mean_waste_bytes",
+    "requests_completed",
+    "tokens_appended",
+    "tokens_per_s",
+    "step_ms_p50",
+    "step_ms_p99",
+    "max_abs_error",
+    "output_checksum",
+    "allocations_after_open",
+];
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvpool"));
+    command.args(arguments).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+}
+
+fn kvpool(arguments: &[&str]) -> Output {
+    command(arguments).output().expect("the binary runs")
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("UTF-8")
+}
+
+/// Runs a command that must succeed and write nothing to the standard error.
+fn good(arguments: &[&str]) -> String {
+    let output = kvpool(arguments);
+    assert_eq!(text(&output.stderr), "", "{arguments:?}");
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}");
+    text(&output.stdout).to_owned()
+}
+
+/// Runs a command that must fail with a status, and gives its one error.
+fn bad(arguments: &[&str], status: i32) -> String {
+    let output = kvpool(arguments);
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {}", text(&output.stderr));
+    let error = text(&output.stderr).to_owned();
+    assert!(error.starts_with("error: "), "{error}");
+    assert!(!error.contains("panicked") && !error.contains("RUST_BACKTRACE"), "{error}");
+    error
+}
+
+/// The quickstart, cut down to a few requests.
+const QUICK: [&str; 6] = [
+    "configs/quickstart.toml",
+    "--set",
+    "workload.requests=6",
+    "--set",
+    "workload.check_samples=24",
+    "--json",
+];
+
+#[test]
+fn run_json_is_one_document_with_the_promised_keys() {
+    let out = good(&[&["run"], &QUICK[..]].concat());
+    let document: Value = serde_json::from_str(&out).expect("one JSON document and nothing else");
+    let runs = document["runs"].as_array().expect("runs");
+    assert_eq!(runs.len(), 6);
+    // The order, too: a person reads it.
+    let places: Vec<_> = KEYS
+        .iter()
+        .map(|key| out.find(&format!("\"{key}\":")).unwrap_or_else(|| panic!("{key}")))
+        .collect();
+    assert!(places.is_sorted(), "{places:?}");
+    for run in runs {
+        assert_eq!(run["planned_bytes"], run["allocated_bytes"]);
+        assert_eq!(run["allocations_after_open"], 0, "{run}");
+        assert_eq!(run["requests_completed"], 6);
+        assert!(run["tokens_per_s"].as_f64().expect("a number") > 0.0);
+        assert!(run["step_ms_p50"].as_f64() <= run["step_ms_p99"].as_f64());
+        assert!(run["device"].as_str().expect("a text").starts_with("cpu/"));
+        assert_eq!(run["output_checksum"].as_str().expect("a text").len(), 16);
+        assert!(run["max_abs_error"].as_f64().expect("checked") < 0.25);
+        assert!(run.get("problems").is_none());
+    }
+    let checksums = |format: &str| -> Vec<&str> {
+        let of_format = runs.iter().filter(|run| run["format"] == format);
+        of_format.map(|run| run["output_checksum"].as_str().expect("a text")).collect()
+    };
+    for format in ["f16", "int8"] {
+        let checksums = checksums(format);
+        assert_eq!(checksums.len(), 3);
+        assert!(checksums.iter().all(|checksum| *checksum == checksums[0]), "{format}");
+    }
+    assert_ne!(checksums("f16")[0], checksums("int8")[0]);
+}
+
+#[test]
+fn run_prints_a_table_and_no_progress_when_piped() {
+    // `good` sees to it that the standard error stays empty.
+    let out = good(&[&["run"], &QUICK[..5]].concat());
+    assert!(out.lines().all(|line| line.chars().count() <= 120), "{out}");
+    assert!(!out.contains('\r') && !out.contains('\x1b'), "{out}");
+    for words in [
+        "output checksum",
+        "equal outputs, bit for bit (f16): contiguous-f16, paged-f16, hybrid-f16",
+        "equal outputs, bit for bit (int8): contiguous-int8, paged-int8, hybrid-int8",
+        "computed by cpu/",
+    ] {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+}
+
+#[test]
+fn run_out_writes_json_and_csv() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let inner = folder.path().join("new/results");
+    let inner_text = inner.to_str().expect("UTF-8");
+    let out = good(&[&["run"], &QUICK[..], &["--out", inner_text]].concat());
+    let written = std::fs::read_to_string(inner.join("results.json")).expect("written");
+    assert_eq!(written, out, "the file is what --json prints");
+    let csv = std::fs::read_to_string(inner.join("results.csv")).expect("written");
+    assert!(csv.starts_with(&KEYS.join(",")), "{csv}");
+    assert_eq!(csv.lines().count(), 7);
+    assert_eq!(std::fs::read_dir(&inner).expect("there").count(), 2, "no temporary files");
+}
+
+/// A file that the test writes.
+struct Config {
+    folder: tempfile::TempDir,
+}
+
+impl Config {
+    fn new(text: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        std::fs::write(folder.path().join("c.toml"), text).expect("written");
+        Self { folder }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("c.toml")
+    }
+}
+
+const SMALL: &str = "
+    model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1, head_dim = 16 }
+    limits = { max_seqs = 2, max_seq_len = 64, max_batch_tokens = 32 }
+    cache = { mode = 'paged' }
+    variant = [{ name = 'small', capacity = 'tokens:32' },
+               { name = 'none', mode = 'contiguous', capacity = 'tokens:32' }]
+    [workload]
+    kind = 'generator'
+    requests = 2
+    prompt_tokens = { dist = 'fixed', value = 10 }
+    output_tokens = { dist = 'fixed', value = 10 }
+";
+
+#[test]
+fn a_variant_that_fails_fails_the_run_but_not_the_others() {
+    let config = Config::new(SMALL);
+    let path = config.path();
+    let arguments = ["run", path.to_str().expect("UTF-8"), "--json"];
+    let error = bad(&arguments, 1);
+    assert!(error.contains("variant \"none\": pool.capacity: 32 tokens"), "{error}");
+    let output = kvpool(&arguments);
+    let document: Value = serde_json::from_slice(&output.stdout).expect("JSON all the same");
+    assert_eq!(document["runs"][0]["requests_completed"], 2);
+    assert!(document["runs"][1]["error"].as_str().is_some_and(|error| error.contains("none")));
+}
+
+#[test]
+fn mistakes_in_the_command_or_the_file_are_status_2() {
+    for arguments in [&["frobnicate"][..], &[], &["plan"], &["run", "a.toml", "--nonsense"]] {
+        let output = kvpool(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert_eq!(text(&output.stdout), "");
+    }
+    let error = bad(&["run", "no/such.toml"], 2);
+    assert!(error.contains("no/such.toml: cannot be read"), "{error}");
+    let config = Config::new("model.preset = 'llama-3-8b'\n[limits]\nmax_sqs = 1\n");
+    let error = bad(&["plan", config.path().to_str().expect("UTF-8")], 2);
+    assert!(error.contains("c.toml:3: limits.max_sqs: unknown key"), "{error}");
+    let error = bad(&["run", "configs/paged.toml"], 2);
+    assert!(error.contains("has no [workload] section"), "{error}");
+    let error = bad(&["plan", "configs/paged.toml", "--set", "limits.max_seqs=0"], 2);
+    assert!(error.contains("--set: limits.max_seqs"), "{error}");
+    let error = bad(&["plan", "configs/paged.toml", "--set", "pool.capacity=budget:1 KiB"], 2);
+    assert!(error.contains("bytes short"), "{error}");
+}
+
+#[test]
+fn the_azure_job_says_where_its_trace_is() {
+    let error = bad(&["run", "configs/azure-chat.toml"], 1);
+    for words in ["AzureLLMInferenceTrace_conv.csv", "Azure/AzurePublicDataset", "CC-BY-4.0"] {
+        assert!(error.contains(words), "{error}");
+    }
+    let config = Config::new("TIMESTAMP,ContextTokens,GeneratedTokens\nt,1,1\nt,1,-1\n");
+    let set = format!("workload.path={}", config.path().display());
+    let error = bad(&["run", "configs/azure-chat.toml", "--set", &set], 1);
+    assert!(error.contains("c.toml:3: GeneratedTokens is \"-1\""), "{error}");
+}
+
+#[test]
+fn plan_shows_the_textbook_number() {
+    let file = "configs/llama-2-7b-one-sequence.toml";
+    let out = good(&["plan", file]);
+    assert!(out.contains("pool      1,073,741,824 B (1.000 GiB)"), "{out}");
+    let out = good(&["plan", file, "--json", "--set", "limits.max_seqs=8"]);
+    let plan: Value = serde_json::from_str(&out).expect("one JSON document");
+    assert_eq!(plan["pool_bytes"], 8_u64 << 30);
+    assert!(plan.get("variants").is_none());
+    let out = good(&["plan", "configs/quickstart.toml", "--json"]);
+    let plan: Value = serde_json::from_str(&out).expect("one JSON document");
+    assert_eq!(plan["variants"].as_array().map(Vec::len), Some(6));
+    assert_eq!(plan["variants"][1]["plan"]["mode"], "paged");
+    let out = good(&["plan", "configs/quickstart.toml"]);
+    assert!(out.contains("variants of this file:") && out.contains("hybrid-int8"), "{out}");
+}
+
+#[test]
+fn config_prints_what_is_in_force_and_can_be_read_again() {
+    let out = good(&["config", "configs/quickstart.toml", "--set", "limits.max_seqs=3"]);
+    assert!(out.contains("max_seqs = 3\n"), "{out}");
+    let config = Config::new(&out);
+    assert_eq!(good(&["config", config.path().to_str().expect("UTF-8")]), out);
+}
+
+#[test]
+fn presets_are_listed() {
+    let out = good(&["presets"]);
+    assert!(out.lines().count() > 20 && out.contains("gemma-3-4b"), "{out}");
+    let json: Value = serde_json::from_str(&good(&["presets", "--json"])).expect("JSON");
+    let presets = json.as_array().expect("a list");
+    let llama = presets.iter().find(|preset| preset["name"] == "llama-2-7b").expect("there");
+    assert_eq!(llama["f16_bytes_per_token"], 524_288);
+}
+
+#[test]
+fn a_reader_that_stops_is_no_error() {
+    let mut child = command(&["presets", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary runs");
+    drop(child.stdout.take());
+    let mut error = String::new();
+    child.stderr.take().expect("piped").read_to_string(&mut error).expect("UTF-8");
+    assert_eq!(error, "");
+    assert_eq!(child.wait().expect("ends").code(), Some(0));
+}
+
+#[test]
+fn every_config_has_a_plan() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
+    for entry in std::fs::read_dir(folder).expect("there") {
+        let path = entry.expect("an entry").path();
+        let out = good(&["plan", path.to_str().expect("UTF-8")]);
+        assert!(out.contains("pool "), "{}", path.display());
+    }
+}
