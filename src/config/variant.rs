@@ -15,8 +15,9 @@ use super::{
 ///
 /// A variant replaces the settings that belong to another mode or format: one that sets `format`
 /// to something other than `int8` drops the file's `[cache.int8]`, one that sets `mode` to
-/// something other than `hybrid` drops `[cache.hybrid]`, and one that sets `scale` to something
-/// other than `per-tensor` drops `k_scale` and `v_scale`.
+/// something other than `hybrid` drops `[cache.hybrid]`, one that sets `scale` to something
+/// other than `per-tensor` drops `k_scale` and `v_scale`, and one whose mode or capacity leaves
+/// nothing to divide drops `pool.typical_seq_len`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VariantConfig {
@@ -80,6 +81,11 @@ impl VariantConfig {
         cache.tokens_per_block = self.tokens_per_block.unwrap_or(cache.tokens_per_block);
         cache.admission = self.admission.unwrap_or(cache.admission);
         config.pool.capacity = self.capacity.unwrap_or(config.pool.capacity);
+        let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
+        let changed = self.mode == Some(CacheMode::Contiguous) || self.capacity.is_some();
+        if changed && !(divided && config.cache.mode != CacheMode::Contiguous) {
+            config.pool.typical_seq_len = None;
+        }
         config.device.threads = self.threads.unwrap_or(config.device.threads);
         config.device.kernel = self.kernel.unwrap_or(config.device.kernel);
         config
