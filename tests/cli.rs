@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// What the issue that asked for the job promises, in this order.
+/// What `run --json` promises, in this order.
 const KEYS: [&str; 16] = [
     "variant",
     "mode",
@@ -265,4 +265,39 @@ fn every_config_has_a_plan() {
         let out = good(&["plan", path.to_str().expect("UTF-8")]);
         assert!(out.contains("pool "), "{}", path.display());
     }
+}
+
+#[test]
+fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
+    let out = good(&[
+        "bench",
+        "decode",
+        "--json",
+        "--filter",
+        "kv8d128/1x4096",
+        "--seconds",
+        "0.01",
+        "--threads",
+        "1",
+        "--formats",
+        "f16,int8",
+        "--footprint",
+        "1",
+    ]);
+    let document: Value = serde_json::from_str(&out).expect("one JSON document");
+    let results = document["results"].as_array().expect("results");
+    assert_eq!(results.len(), 6);
+    for one in results {
+        for key in ["median_us", "gbps", "dram_gbps", "fraction"] {
+            assert!(one[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {one}");
+        }
+        for key in ["shape", "mode", "format", "path"] {
+            assert!(one[key].is_string(), "{key}: {one}");
+        }
+        assert_eq!(one["threads"], 1);
+        let first = results.iter().find(|other| other["format"] == one["format"]);
+        assert_eq!(one["checksum"], first.expect("itself")["checksum"], "{one}");
+    }
+    assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
+    assert!(bad(&["bench", "sideways"], 2).contains("decode, append or prefill"));
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::{Measurement, Options};
 use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle, Step};
-use crate::config::{CacheMode, Format, parse};
+use crate::config::{CacheMode, Format, Source, parse};
 use crate::device::{TensorMut, TensorRef};
 use crate::error::{CacheError, OpenError};
 use crate::plan::{Kv, Plan};
@@ -121,6 +121,9 @@ pub struct Case {
     num_layers: u32,
 }
 
+/// Layers of an append case.
+const APPEND_LAYERS: u64 = 16;
+
 /// The tokens of one step while a case is filled.
 const FILL_TOKENS: u32 = 1024;
 
@@ -161,6 +164,49 @@ fn normal(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(|_| (piece() + piece() + piece() + piece()) * 1.732).collect()
 }
 
+/// The configuration of one variant of a shape, and its layers.
+fn configuration(
+    shape: &Shape,
+    variant: Variant,
+    options: &Options,
+    threads: u32,
+) -> (Source, u32) {
+    let Variant { format, mode } = variant;
+    let row_bytes = u64::from(shape.head_dim) * if format == Format::Int8 { 1 } else { 2 };
+    let token_bytes = 2 * u64::from(shape.num_kv_heads) * row_bytes;
+    let (num_layers, context) = match shape.operation {
+        // Few layers and a long sequence: every step writes to places that no cache holds.
+        Operation::Append => {
+            let tokens = options.footprint_bytes / (APPEND_LAYERS * token_bytes);
+            (APPEND_LAYERS, tokens.clamp(u64::from(shape.rows) * 2, 1 << 20))
+        }
+        Operation::Decode | Operation::Prefill => {
+            let layer_bytes = shape.tokens() * token_bytes;
+            // Prefill computes on each byte for long; what the caches hold hardly matters.
+            let divisor = if shape.operation == Operation::Prefill { 8 } else { 1 };
+            let footprint = options.footprint_bytes / divisor;
+            let layers = footprint.div_ceil(layer_bytes).clamp(2, 512);
+            (layers, u64::from(shape.cached + shape.rows))
+        }
+    };
+    let num_layers = u32::try_from(num_layers).unwrap_or(2);
+    let batch_tokens = (shape.rows * shape.num_seqs).max(FILL_TOKENS);
+    let mut toml = format!(
+        "[model]\nnum_layers = {num_layers}\nnum_q_heads = {}\nnum_kv_heads = {}\n\
+             head_dim = {}\n[limits]\nmax_seqs = {}\nmax_seq_len = {context}\n\
+             max_batch_tokens = {batch_tokens}\n[cache]\nmode = \"{mode}\"\nformat = \"{format}\"\n",
+        shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.num_seqs
+    );
+    if mode == CacheMode::Hybrid {
+        // Writing to a String cannot fail.
+        let _ = writeln!(toml, "hybrid.contiguous_layers = \"first:{}\"", num_layers / 2);
+    }
+    let _ = writeln!(toml, "[device]\nthreads = {threads}\nkernel = \"{}\"", options.kernel);
+    // The text above is this function's own: that it parses is held by a test of every shape.
+    let source = parse(&toml, Path::new("bench"), &[]).expect("a valid configuration");
+    (source, num_layers)
+}
+
 impl Case {
     /// Opens and fills one variant of a shape.
     ///
@@ -173,26 +219,7 @@ impl Case {
         threads: u32,
         inputs: &Inputs,
     ) -> Result<Self, OpenError> {
-        let Variant { format, mode } = variant;
-        let context = shape.cached + shape.rows;
-        let row_bytes = u64::from(shape.head_dim) * if format == Format::Int8 { 1 } else { 2 };
-        let layer_bytes = shape.tokens() * 2 * u64::from(shape.num_kv_heads) * row_bytes;
-        let wanted = options.footprint_bytes.div_ceil(layer_bytes).clamp(2, 512);
-        let num_layers = u32::try_from(wanted).unwrap_or(2);
-        let batch_tokens = (shape.rows * shape.num_seqs).max(FILL_TOKENS);
-        let mut toml = format!(
-            "[model]\nnum_layers = {num_layers}\nnum_q_heads = {}\nnum_kv_heads = {}\n\
-             head_dim = {}\n[limits]\nmax_seqs = {}\nmax_seq_len = {context}\n\
-             max_batch_tokens = {batch_tokens}\n[cache]\nmode = \"{mode}\"\nformat = \"{format}\"\n",
-            shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.num_seqs
-        );
-        if mode == CacheMode::Hybrid {
-            // Writing to a String cannot fail.
-            let _ = writeln!(toml, "hybrid.contiguous_layers = \"first:{}\"", num_layers / 2);
-        }
-        let _ = writeln!(toml, "[device]\nthreads = {threads}\nkernel = \"{}\"", options.kernel);
-        // The text above is this function's own: that it parses is held by a test of every shape.
-        let source = parse(&toml, Path::new("bench"), &[]).expect("a valid configuration");
+        let (source, num_layers) = configuration(shape, variant, options, threads);
         let plan = Plan::new(&source.config, &source.geometry)?;
         let mut cache = Cache::open_on_cpu(plan, &source.config.device, None)?;
         let seqs = fill(&mut cache, shape, num_layers, inputs).expect("the plan holds the shape");
@@ -322,35 +349,36 @@ fn time_append(
     let start = Instant::now();
     let mut round = 0;
     while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < seconds {
-        for (at, case) in cases.iter_mut().enumerate() {
+        for (case, times) in cases.iter_mut().zip(&mut times) {
+            let (seq, rows) = case.seqs[0];
+            let len = case.cache.seq_len(seq)?;
+            if len + rows > case.cache.seq_limit(seq)? {
+                case.cache.truncate(seq, 0)?;
+            }
             let mut step = case.cache.reserve(&case.seqs)?;
             let (k, v) = inputs.kv(step.num_tokens(), row);
             for layer in 0..case.num_layers {
                 let call = Instant::now();
                 step.append(LayerIdx(layer), k, v)?;
                 if round >= WARM_UP {
-                    times[at].push(call.elapsed().as_secs_f64());
+                    times.push(call.elapsed().as_secs_f64());
                 }
             }
+            step.commit()?;
         }
         round += 1;
     }
-    let mut checksums = Vec::new();
-    for case in cases {
-        let mut step = case.cache.reserve(&case.seqs)?;
-        let tokens = step.num_tokens();
-        let (k, v) = inputs.kv(tokens, row);
-        for layer in 0..case.num_layers {
-            step.append(LayerIdx(layer), k, v)?;
-        }
-        step.commit()?;
-        let mut stored = vec![0.0; shape.rows as usize * row];
-        let (seq, rows) = case.seqs[0];
-        let end = shape.cached + rows;
-        case.cache.export(seq, LayerIdx(1), Kv::K, shape.cached, end, &mut stored)?;
-        checksums.push(hash(&stored));
-    }
+    let checksums = cases.iter().map(|case| stored_hash(case, row)).collect::<Result<_, _>>()?;
     Ok((times, checksums))
+}
+
+/// A hash of the keys that the last step stored in one layer.
+fn stored_hash(case: &Case, row: usize) -> Result<u64, CacheError> {
+    let (seq, rows) = case.seqs[0];
+    let end = case.cache.seq_len(seq)?;
+    let mut stored = vec![0.0; rows as usize * row];
+    case.cache.export(seq, LayerIdx(1), Kv::K, end - rows, end, &mut stored)?;
+    Ok(hash(&stored))
 }
 
 /// FNV-1a over the bits.
@@ -382,5 +410,54 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
         gflops: shape.flops() / median / 1e9,
         calls: times.len(),
         checksum: format!("{checksum:016x}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::KernelChoice;
+
+    /// `configuration` may expect its own text to be valid: here is every one of them.
+    #[test]
+    fn every_shape_has_a_plan() {
+        for operation in [Operation::Decode, Operation::Append, Operation::Prefill] {
+            for shape in shapes(operation) {
+                for format in [Format::F32, Format::F16, Format::Bf16, Format::Int8] {
+                    for mode in [CacheMode::Contiguous, CacheMode::Paged, CacheMode::Hybrid] {
+                        let options = Options {
+                            operation,
+                            filter: String::new(),
+                            formats: vec![format],
+                            modes: vec![mode],
+                            kernel: KernelChoice::Auto,
+                            threads: vec![1],
+                            seconds: 0.1,
+                            footprint_bytes: 512 << 20,
+                        };
+                        let variant = Variant { format, mode };
+                        let (source, layers) = configuration(&shape, variant, &options, 2);
+                        let plan = Plan::new(&source.config, &source.geometry).expect("a plan");
+                        assert_eq!(plan.geometry.num_layers, layers);
+                        // Twice the footprint for f32, which has no rule of its own; and never
+                        // much less, or a cache could hold it.
+                        let divisor = if operation == Operation::Prefill { 8 } else { 1 };
+                        let least = (512 << 20) / divisor;
+                        assert!(plan.pool_bytes.get() >= least * 9 / 10, "{}", shape.name());
+                        assert!(plan.full_length_seqs >= shape.num_seqs, "{}", shape.name());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn operations_are_counted() {
+        let decode = shapes(Operation::Decode)[0];
+        // 4,096 keys of 32 heads of 128: two multiplications and two additions each.
+        assert_eq!(decode.flops(), 4.0 * 4096.0 * 32.0 * 128.0);
+        let prefill = shapes(Operation::Prefill)[0];
+        assert_eq!(prefill.flops(), 4.0 * (512.0 * 513.0 / 2.0) * 32.0 * 128.0);
+        assert_eq!(shapes(Operation::Append)[0].flops(), 0.0);
     }
 }

@@ -4,11 +4,13 @@
 //! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
 //! - `kvpool config CONFIG` prints the settings in force.
 //! - `kvpool presets` lists the built-in models.
+//! - `kvpool bench` measures the kernels beside the speed of the memory.
 //!
 //! Results go to the standard output, errors and progress to the standard error. The exit status
 //! is 0 when all is well, 1 when something failed while it ran, and 2 for a wrong command line or
 //! configuration.
 
+mod bench;
 mod plan;
 mod presets;
 mod progress;
@@ -21,7 +23,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 
 use crate::config::{self, Source};
-use crate::error::{ConfigError, JobError, PlanError};
+use crate::error::{ConfigError, JobError, OpenError, PlanError};
 
 /// A static pooled KV cache: plan it, run a job through it.
 #[derive(Debug, Parser)]
@@ -57,6 +59,8 @@ enum Command {
         #[command(flatten)]
         file: File,
     },
+    /// Measure decode attention, append or prefill beside the speed of the memory
+    Bench(bench::BenchArgs),
     /// List the built-in models
     Presets {
         /// Print one JSON document instead of a table
@@ -91,6 +95,8 @@ enum CliError {
     Plan(#[from] PlanError),
     #[error(transparent)]
     Job(#[from] JobError),
+    #[error(transparent)]
+    Open(#[from] OpenError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
     /// The job ran, and this is not as it must be. A line each.
@@ -140,6 +146,7 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Run { file, json, out } => run::run(&file.load()?, *json, out.as_deref()),
         Command::Plan { file, json } => plan::run(&file.load()?, *json),
         Command::Config { file } => print_config(&file.load()?),
+        Command::Bench(args) => bench::run(args),
         Command::Presets { json } => presets::run(*json),
     }
 }
