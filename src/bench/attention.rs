@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Measurement, Options};
-use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle, Step};
+use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
 use crate::config::{CacheMode, Format, Source, parse};
 use crate::device::{TensorMut, TensorRef};
 use crate::error::{CacheError, OpenError};
@@ -114,7 +114,7 @@ impl Shape {
 }
 
 /// An open cache with its sequences at the point before the timed step.
-pub struct Case {
+struct Case {
     cache: Cache,
     seqs: Vec<(SeqHandle, u32)>,
     variant: Variant,
@@ -255,7 +255,117 @@ fn fill(
     Ok(seqs.into_iter().map(|seq| (seq, shape.rows)).collect())
 }
 
-/// Measures every variant of a shape, taking turns.
+impl Case {
+    /// One call of the shape's verb for one layer, timed. Layers take turns by `round`, so that
+    /// calls come to bytes that no cache holds any more.
+    fn turn(
+        &mut self,
+        operation: Operation,
+        round: usize,
+        inputs: &Inputs,
+        out: &mut [f32],
+    ) -> Result<Duration, CacheError> {
+        let layer = u32::try_from(round).unwrap_or(0) % self.num_layers;
+        let geometry = &self.cache.plan().geometry;
+        let row = (geometry.num_kv_heads * geometry.head_dim) as usize;
+        if operation == Operation::Append && layer == 0 {
+            let (seq, rows) = self.seqs[0];
+            if self.cache.seq_len(seq)? + rows > self.cache.seq_limit(seq)? {
+                self.cache.truncate(seq, 0)?;
+            }
+        }
+        let mut step = self.cache.reserve(&self.seqs)?;
+        let (k, v) = inputs.kv(step.num_tokens(), row);
+        let start = Instant::now();
+        step.append(LayerIdx(layer), k, v)?;
+        if operation == Operation::Append {
+            let time = start.elapsed();
+            if layer + 1 == self.num_layers {
+                // On to the next places. What the other layers hold there does not matter.
+                (0..layer).try_for_each(|other| step.mark_appended(LayerIdx(other)))?;
+                step.commit()?;
+            }
+            return Ok(time);
+        }
+        let (q, out) = (TensorRef::F32(&inputs.q), TensorMut::F32(out));
+        let start = Instant::now();
+        step.attend(LayerIdx(layer), q, out, AttendOptions::default())?;
+        Ok(start.elapsed())
+    }
+
+    /// A hash of what the verb gives in the first layer: outputs, or the keys that it stored.
+    fn checksum(
+        &mut self,
+        operation: Operation,
+        inputs: &Inputs,
+        out: &mut [f32],
+    ) -> Result<u64, CacheError> {
+        if operation != Operation::Append {
+            self.turn(operation, 0, inputs, out)?;
+            return Ok(hash(out));
+        }
+        let (seq, rows) = self.seqs[0];
+        self.cache.truncate(seq, 0)?;
+        for round in 0..self.num_layers as usize {
+            self.turn(operation, round, inputs, out)?;
+        }
+        let geometry = &self.cache.plan().geometry;
+        let row = (geometry.num_kv_heads * geometry.head_dim) as usize;
+        let mut stored = vec![0.0; rows as usize * row];
+        // The last layer: the one that the step which was committed has appended.
+        let last = LayerIdx(self.num_layers - 1);
+        self.cache.export(seq, last, Kv::K, 0, rows, &mut stored)?;
+        Ok(hash(&stored))
+    }
+}
+
+/// One open variant, to be timed by somebody else: the criterion groups.
+pub struct Session {
+    case: Case,
+    operation: Operation,
+    inputs: Inputs,
+    out: Vec<f32>,
+    round: usize,
+}
+
+impl Session {
+    /// Opens and fills one variant of a shape.
+    ///
+    /// # Errors
+    /// What the plan, the machine's memory or the device refuses.
+    pub fn open(
+        shape: &Shape,
+        variant: Variant,
+        options: &Options,
+        threads: u32,
+    ) -> Result<Self, OpenError> {
+        let inputs = Inputs::new(shape);
+        let case = Case::open(shape, variant, options, threads, &inputs)?;
+        let out = vec![0.0; inputs.q.len()];
+        Ok(Self { case, operation: shape.operation, inputs, out, round: 0 })
+    }
+
+    /// The time that so many calls take together.
+    ///
+    /// # Errors
+    /// A verb that is refused: a defect.
+    pub fn time(&mut self, calls: u64) -> Result<Duration, CacheError> {
+        let mut total = Duration::ZERO;
+        for _ in 0..calls {
+            total += self.case.turn(self.operation, self.round, &self.inputs, &mut self.out)?;
+            self.round += 1;
+        }
+        Ok(total)
+    }
+}
+
+/// Rounds that are not counted: they warm the code and the clock up.
+const WARM_UP: usize = 2;
+
+/// The least rounds that a median is taken over.
+const ROUNDS_MIN: usize = 9;
+
+/// Measures every variant of a shape, taking turns call by call.
 ///
 /// # Errors
 /// A variant that cannot be opened.
@@ -272,113 +382,27 @@ pub(super) fn measure(
             cases.push(Case::open(shape, variant, options, threads, &inputs)?);
         }
     }
-    let timed = match shape.operation {
-        Operation::Append => time_append(&mut cases, shape, options.seconds, &inputs),
-        Operation::Decode | Operation::Prefill => {
-            time_attend(&mut cases, shape, options.seconds, &inputs)
-        }
-    };
-    let (times, checksums) = timed.expect("the plan holds the shape");
-    Ok(cases
-        .iter()
-        .zip(times)
-        .zip(checksums)
-        .map(|((case, times), checksum)| summary(shape, case, times, checksum))
-        .collect())
-}
-
-/// Seconds of every call of every case, and a hash of each case's results.
-type Timed = (Vec<Vec<f64>>, Vec<u64>);
-
-/// Rounds that are not counted: they warm the code and the clock up.
-const WARM_UP: usize = 2;
-
-/// The least rounds that a median is taken over.
-const ROUNDS_MIN: usize = 9;
-
-fn time_attend(
-    cases: &mut [Case],
-    shape: &Shape,
-    seconds: f64,
-    inputs: &Inputs,
-) -> Result<Timed, CacheError> {
-    let row = (shape.num_kv_heads * shape.head_dim) as usize;
     let mut out = vec![0.0_f32; inputs.q.len()];
     let mut times = vec![Vec::new(); cases.len()];
-    let mut checksums = Vec::new();
-    let layers: Vec<u32> = cases.iter().map(|case| case.num_layers).collect();
-    let mut steps: Vec<Step<'_>> = Vec::new();
-    for case in cases {
-        let mut step = case.cache.reserve(&case.seqs)?;
-        let (k, v) = inputs.kv(step.num_tokens(), row);
-        for layer in 0..case.num_layers {
-            step.append(LayerIdx(layer), k, v)?;
-        }
-        steps.push(step);
-    }
     let start = Instant::now();
     let mut round = 0;
-    while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < seconds {
-        for (at, step) in steps.iter_mut().enumerate() {
-            let layer = LayerIdx(u32::try_from(round).unwrap_or(0) % layers[at]);
-            let (q, out) = (TensorRef::F32(&inputs.q), TensorMut::F32(&mut out));
-            let call = Instant::now();
-            step.attend(layer, q, out, AttendOptions::default())?;
-            if round >= WARM_UP {
-                times[at].push(call.elapsed().as_secs_f64());
-            }
-        }
-        round += 1;
-    }
-    for step in &mut steps {
-        let (q, all) = (TensorRef::F32(&inputs.q), TensorMut::F32(&mut out));
-        step.attend(LayerIdx(0), q, all, AttendOptions::default())?;
-        checksums.push(hash(&out));
-    }
-    Ok((times, checksums))
-}
-
-fn time_append(
-    cases: &mut [Case],
-    shape: &Shape,
-    seconds: f64,
-    inputs: &Inputs,
-) -> Result<Timed, CacheError> {
-    let row = (shape.num_kv_heads * shape.head_dim) as usize;
-    let mut times = vec![Vec::new(); cases.len()];
-    let start = Instant::now();
-    let mut round = 0;
-    while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < seconds {
+    while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < options.seconds {
         for (case, times) in cases.iter_mut().zip(&mut times) {
-            let (seq, rows) = case.seqs[0];
-            let len = case.cache.seq_len(seq)?;
-            if len + rows > case.cache.seq_limit(seq)? {
-                case.cache.truncate(seq, 0)?;
+            let time = case.turn(shape.operation, round, &inputs, &mut out);
+            let time = time.expect("the plan holds the shape");
+            if round >= WARM_UP {
+                times.push(time.as_secs_f64());
             }
-            let mut step = case.cache.reserve(&case.seqs)?;
-            let (k, v) = inputs.kv(step.num_tokens(), row);
-            for layer in 0..case.num_layers {
-                let call = Instant::now();
-                step.append(LayerIdx(layer), k, v)?;
-                if round >= WARM_UP {
-                    times.push(call.elapsed().as_secs_f64());
-                }
-            }
-            step.commit()?;
         }
         round += 1;
     }
-    let checksums = cases.iter().map(|case| stored_hash(case, row)).collect::<Result<_, _>>()?;
-    Ok((times, checksums))
-}
-
-/// A hash of the keys that the last step stored in one layer.
-fn stored_hash(case: &Case, row: usize) -> Result<u64, CacheError> {
-    let (seq, rows) = case.seqs[0];
-    let end = case.cache.seq_len(seq)?;
-    let mut stored = vec![0.0; rows as usize * row];
-    case.cache.export(seq, LayerIdx(1), Kv::K, end - rows, end, &mut stored)?;
-    Ok(hash(&stored))
+    let mut measured = Vec::new();
+    for (case, times) in cases.iter_mut().zip(times) {
+        let checksum = case.checksum(shape.operation, &inputs, &mut out);
+        let checksum = checksum.expect("the plan holds the shape");
+        measured.push(summary(shape, case, times, checksum));
+    }
+    Ok(measured)
 }
 
 /// FNV-1a over the bits.

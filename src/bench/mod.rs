@@ -8,7 +8,7 @@
 mod attention;
 mod dram;
 
-pub use attention::{Case, Operation, Shape, Variant, shapes};
+pub use attention::{Operation, Session, Shape, Variant, shapes};
 pub use dram::read_gbps;
 
 use serde::Serialize;

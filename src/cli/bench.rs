@@ -93,7 +93,6 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
         "DRAM GB/s",
         "of DRAM",
         "GFLOP/s",
-        "checksum",
     ];
     let mut table = table(&header, 4..10);
     for one in results {
