@@ -131,10 +131,10 @@ pub enum PlanError {
     /// The pool and its bookkeeping do not fit the memory at hand.
     #[error(
         "the plan takes {} bytes (pool {}, bookkeeping {}, workspace {}), and {} bytes are available ({source_of_limit}): {} bytes short; \
-         lower limits.max_seqs or limits.max_seq_len, choose a smaller cache.format, or give pool.capacity = \"budget:{}\"",
+         {}",
         grouped(needed.get()), grouped(pool.get()), grouped(host.get()), grouped(workspace.get()),
         grouped(available.get()), grouped(needed.get() - available.get()),
-        available.get().saturating_sub(host.get() + workspace.get())
+        memory_knobs(available.get().saturating_sub(host.get().saturating_add(workspace.get())))
     )]
     MemoryTooSmall {
         /// Pool, bookkeeping and workspace.
@@ -510,6 +510,16 @@ pub enum JobError {
         /// Why.
         problem: String,
     },
+}
+
+/// What to change when a plan takes more memory than there is. `budget` is what is left for the
+/// pool.
+fn memory_knobs(budget: u64) -> String {
+    let lower = "lower limits.max_seqs or limits.max_seq_len, or choose a smaller cache.format";
+    if budget == 0 {
+        return format!("{lower}, or give device.memory_limit (or the machine) more");
+    }
+    format!("{lower}, or give pool.capacity = \"budget:{budget}\"")
 }
 
 /// A file, and a line of it if one is meant.

@@ -75,7 +75,8 @@ struct File {
     /// The configuration file
     #[arg(value_name = "CONFIG")]
     path: PathBuf,
-    /// Replace a setting, such as --set limits.max_seqs=8; can be given more than once
+    /// Replace a setting, such as --set limits.max_seqs=8, or take it out with an empty value; can
+    /// be given more than once
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
 }

@@ -11,14 +11,18 @@ use crate::units::{Bytes, grouped};
 
 /// Runs the job of a file and prints what came out.
 pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(), CliError> {
+    if let Some(folder) = out {
+        // Before the work, not after it.
+        job::prepare(folder)?;
+    }
     let report = match Bars::new() {
         Some(mut bars) => job::run(source, &mut bars)?,
         None => job::run(source, &mut Silent)?,
     };
+    print(&if json { job::json(&report) } else { text(&report) })?;
     if let Some(folder) = out {
         job::write(&report, folder)?;
     }
-    print(&if json { job::json(&report) } else { text(&report) })?;
     let mut problems = report.problems();
     problems.extend(report.runs.iter().filter_map(allocated));
     if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }

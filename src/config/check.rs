@@ -125,7 +125,7 @@ fn check_pool(config: &Config) -> Result<(), Complaint> {
     let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
     if !divided || config.cache.mode == CacheMode::Contiguous {
         let problem = "there is nothing to divide by it";
-        let help = "leave it out: it divides \"tokens:N\" or \"budget:SIZE\" among the layer groups of a paged or hybrid plan";
+        let help = "leave it out (--set pool.typical_seq_len= does): it divides \"tokens:N\" or \"budget:SIZE\" among the layer groups of a paged or hybrid plan";
         return Err(Complaint::with_help(key, problem, help));
     }
     Ok(())

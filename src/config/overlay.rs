@@ -7,7 +7,8 @@ use crate::error::ConfigError;
 use super::locate::Origins;
 
 /// Sets one key. The value is read as TOML, and as a string where it is none, so that
-/// `--set cache.mode=paged` needs no quotes.
+/// `--set cache.mode=paged` needs no quotes. An empty value takes the key out, as if the file did
+/// not have it.
 pub(super) fn set(
     table: &mut Table,
     origins: &mut Origins,
@@ -21,6 +22,9 @@ pub(super) fn set(
         return Err(refused("the key has an empty part".to_owned()));
     }
     let text = text.trim();
+    if text.is_empty() {
+        return remove(table, &parts).map_err(refused);
+    }
     let value = text.parse().unwrap_or_else(|_| Value::String(text.to_owned()));
 
     let mut root = Value::Table(std::mem::take(table));
@@ -29,6 +33,20 @@ pub(super) fn set(
         *table = changed;
     }
     placed.map_err(refused)
+}
+
+/// Takes out what the parts of the key lead to.
+fn remove(table: &mut Table, parts: &[&str]) -> Result<(), String> {
+    let Some((last, way)) = parts.split_last() else { return Ok(()) };
+    let missing = || format!("{} is not set, so it cannot be taken out", parts.join("."));
+    let mut at = table;
+    for part in way {
+        at = match at.get_mut(*part) {
+            Some(Value::Table(next)) => next,
+            _ => return Err(missing()),
+        };
+    }
+    at.remove(*last).map(|_| ()).ok_or_else(missing)
 }
 
 /// Puts the value where the parts of the key lead, making tables and lists that are not there.
@@ -171,6 +189,18 @@ mod tests {
             let error = after(&[argument]).unwrap_err().to_string();
             let start = format!("--set {argument:?}: {problem}; write --set key=value");
             assert!(error.starts_with(&start), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_empty_value_takes_a_key_out() {
+        let text = "a = 1\n[b]\nc = 2\nd = 3\n";
+        let (mut table, mut origins) = locate::read(text, Path::new("x.toml")).unwrap();
+        set(&mut table, &mut origins, "b.c=").unwrap();
+        assert_eq!(table.to_string(), "a = 1\n\n[b]\nd = 3\n");
+        for missing in ["b.c=", "e=", "a.b="] {
+            let error = set(&mut table, &mut origins, missing).unwrap_err().to_string();
+            assert!(error.contains("is not set"), "{error}");
         }
     }
 }

@@ -27,7 +27,7 @@ mod scheduler;
 mod trace;
 pub mod workload;
 
-pub use output::{csv, json, write};
+pub use output::{csv, json, prepare, write};
 pub use report::{Comparison, FailedRun, Outcome, Report, Run, RunReport};
 
 use std::time::Instant;

@@ -85,13 +85,24 @@ fn cell(value: &Value) -> String {
     }
 }
 
+/// Makes a folder for results, and makes sure that files can be written there.
+///
+/// # Errors
+/// [`JobError::Write`].
+pub fn prepare(folder: &Path) -> Result<(), JobError> {
+    fs::create_dir_all(folder).map_err(|error| refused(folder, &error))?;
+    let probe = folder.join(format!(".kvpool.{}.tmp", std::process::id()));
+    fs::write(&probe, "").map_err(|error| refused(&probe, &error))?;
+    fs::remove_file(&probe).map_err(|error| refused(&probe, &error))
+}
+
 /// Writes `results.json` and `results.csv` into a folder, which is created when it is not there.
 /// A file is replaced as a whole or not at all.
 ///
 /// # Errors
 /// [`JobError::Write`].
 pub fn write(report: &Report, folder: &Path) -> Result<(), JobError> {
-    fs::create_dir_all(folder).map_err(|error| refused(folder, &error))?;
+    prepare(folder)?;
     replace(&folder.join("results.json"), &json(report))?;
     replace(&folder.join("results.csv"), &csv(report))
 }
