@@ -134,7 +134,7 @@ pub enum PlanError {
          {}",
         grouped(needed.get()), grouped(pool.get()), grouped(host.get()), grouped(workspace.get()),
         grouped(available.get()), grouped(needed.get() - available.get()),
-        memory_knobs(available.get().saturating_sub(host.get().saturating_add(workspace.get())))
+        memory_knobs(available.get().saturating_sub(host.get().saturating_add(workspace.get())), *worst_case)
     )]
     MemoryTooSmall {
         /// Pool, bookkeeping and workspace.
@@ -149,6 +149,8 @@ pub enum PlanError {
         available: Bytes,
         /// Who says so.
         source_of_limit: &'static str,
+        /// Whether `pool.capacity` is the worst case.
+        worst_case: bool,
     },
     /// Settings that each are valid but do not go together.
     #[error("{key}: {problem}; {help}")]
@@ -513,13 +515,19 @@ pub enum JobError {
 }
 
 /// What to change when a plan takes more memory than there is. `budget` is what is left for the
-/// pool.
-fn memory_knobs(budget: u64) -> String {
-    let lower = "lower limits.max_seqs or limits.max_seq_len, or choose a smaller cache.format";
-    if budget == 0 {
-        return format!("{lower}, or give device.memory_limit (or the machine) more");
+/// pool; under a capacity that was given, that is what to lower.
+fn memory_knobs(budget: u64, worst_case: bool) -> String {
+    let more = "give device.memory_limit (or the machine) more";
+    match (budget, worst_case) {
+        (0, _) => format!("{more}: not even the tables and the workspace fit"),
+        (_, true) => format!(
+            "lower limits.max_seqs or limits.max_seq_len, choose a smaller cache.format, give \
+             pool.capacity = \"budget:{budget}\", or {more}"
+        ),
+        (_, false) => {
+            format!("lower pool.capacity, to \"budget:{budget}\" at most, or {more}")
+        }
     }
-    format!("{lower}, or give pool.capacity = \"budget:{budget}\"")
 }
 
 /// A file, and a line of it if one is meant.

@@ -301,3 +301,53 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
     assert!(bad(&["bench", "sideways"], 2).contains("decode, append or prefill"));
 }
+
+/// A job in which nothing ran has not shown anything.
+#[test]
+fn a_job_that_completes_nothing_fails() {
+    let long = "workload.prompt_tokens={dist='fixed',value=2000}";
+    let out = kvpool(&[&["run"], &QUICK[..], &["--set", long]].concat());
+    assert_eq!(out.status.code(), Some(1));
+    let error = text(&out.stderr);
+    assert!(error.contains("no request was completed"), "{error}");
+}
+
+#[test]
+fn results_are_refused_before_the_work() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("taken");
+    std::fs::write(&file, "x").expect("a file");
+    let started = std::time::Instant::now();
+    // Enough work to take minutes, if it were done first.
+    let error = bad(
+        &[
+            "run",
+            "configs/quickstart.toml",
+            "--set",
+            "workload.requests=100000",
+            "--out",
+            file.to_str().expect("UTF-8"),
+        ],
+        1,
+    );
+    assert!(error.contains("cannot be written"), "{error}");
+    assert!(started.elapsed().as_secs() < 60);
+}
+
+#[test]
+fn counts_and_names_beyond_reason_are_refused() {
+    let file = "configs/quickstart.toml";
+    let error = bad(&["run", file, "--set", "workload.requests=4000000000"], 2);
+    assert!(error.contains("1 to 10,000,000"), "{error}");
+    let error = bad(&["plan", file, "--set", "variant.0.name='a\u{1b}[31m'"], 2);
+    assert!(error.contains("variant.0.name") || error.contains("control character"), "{error}");
+}
+
+/// `plan` says beforehand what `run` would refuse, and what to change.
+#[test]
+fn plan_says_whether_it_fits() {
+    let out = good(&["plan", "configs/paged.toml", "--set", "device.memory_limit=1 GiB"]);
+    assert!(out.contains("it will be refused") && out.contains("lower pool.capacity"), "{out}");
+    let out = good(&["plan", "configs/paged.toml", "--set", "device.memory_limit=4 GiB"]);
+    assert!(out.contains("it fits in 4.000 GiB of device.memory_limit"), "{out}");
+}

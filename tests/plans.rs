@@ -141,3 +141,29 @@ fn allocated_equals_planned() {
         }
     }
 }
+
+/// The README's configuration is a file that plans, and its library example is the one that the
+/// documentation tests run.
+#[test]
+fn the_readme_shows_what_works() {
+    let readme = include_str!("../README.md");
+    let block = |heading: &str| -> String {
+        let section = readme.split(heading).nth(1).expect("the section");
+        let lines = section.lines().skip_while(|line| !line.starts_with("    "));
+        let block = lines.take_while(|line| line.starts_with("    ") || line.is_empty());
+        block.map(|line| format!("{}\n", line.get(4..).unwrap_or_default())).collect()
+    };
+    let source = kvpool::config::parse(&block("## The configuration"), "README.md".as_ref(), &[]);
+    let source = source.unwrap_or_else(|error| panic!("{error}"));
+    let plan = Plan::new(&source.config, &source.geometry).unwrap();
+    let limit = source.config.device.memory_limit.expect("shown");
+    plan.check_memory(Bytes(0), limit, "the README").unwrap();
+    assert!(plan.full_length_seqs > 0, "{}", plan.explain());
+
+    let library = include_str!("../src/lib.rs");
+    let shown = block("## The library");
+    assert!(shown.lines().count() > 15, "{shown}");
+    for line in shown.lines() {
+        assert!(library.contains(line.trim()), "not in the tested example: {line}");
+    }
+}

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::{CliError, print, table, text_of};
 use crate::config::{Config, Source};
+use crate::device::cpu::{available_memory, num_threads};
 use crate::error::PlanError;
 use crate::plan::{KvFormat, Plan};
 use crate::units::grouped;
@@ -55,6 +56,7 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
         print(&text)?;
     } else {
         print(&text(&base, &variants))?;
+        print(&memory_note(&base, &source.config))?;
     }
     match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
         None => Ok(()),
@@ -62,6 +64,23 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
             Err(crate::error::JobError::Open { variant, source: error.into() }.into())
         }
     }
+}
+
+/// Whether the plan would open here: the memory that it takes, and what `device.memory_limit` or
+/// this machine has for it.
+fn memory_note(plan: &Plan, config: &Config) -> String {
+    let threads = num_threads(&config.device);
+    let Ok(workspace) = plan.cpu_workspace_bytes(threads) else { return String::new() };
+    let (available, whose) = match (config.device.memory_limit, available_memory()) {
+        (Some(limit), _) => (limit, "device.memory_limit"),
+        (None, Some(available)) => (available, "what this machine has available"),
+        (None, None) => return String::new(),
+    };
+    let note = match plan.check_memory(workspace, available, whose) {
+        Ok(()) => format!("it fits in {} of {whose}", available.human()),
+        Err(error) => format!("it will be refused: {error}"),
+    };
+    format!("memory    workspace of {threads} threads {workspace} B; {note}\n")
 }
 
 fn document<'a>(base: &'a Plan, variants: &'a [Planned]) -> Document<'a> {

@@ -36,13 +36,13 @@ impl Bars {
 
 impl Observer for Bars {
     fn variant(&mut self, name: &str, index: usize, of: usize) {
-        self.bar = ProgressBar::with_draw_target(
-            Some(0),
-            ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND),
-        );
+        self.bar = ProgressBar::hidden();
+        self.bar.set_length(1);
         self.bar.set_prefix(format!("[{}/{of}] {name}", index + 1));
         self.opening = true;
         self.style("{prefix}  opening the pool [{bar:30}] {bytes} of {total_bytes}");
+        // Shown only now that it looks as it should.
+        self.bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND));
     }
 
     fn opening(&mut self, done: Bytes, total: Bytes) {
@@ -53,9 +53,10 @@ impl Observer for Bars {
     fn step(&mut self, progress: &Progress) {
         if self.opening {
             self.opening = false;
-            self.bar.reset();
-            self.bar.set_length(progress.tokens_total);
+            // The style first: every other change may draw.
             self.style("{prefix}  [{bar:30}] {human_pos} of {human_len} tokens, {msg}, {eta} left");
+            self.bar.set_length(progress.tokens_total);
+            self.bar.reset();
         }
         // A message is a new string each time, so not at every step.
         if progress.steps % 16 == 1 {

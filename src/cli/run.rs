@@ -100,7 +100,8 @@ fn row(run: &RunReport) -> Vec<String> {
 fn devices(runs: &[&RunReport]) -> String {
     let mut devices: Vec<String> = Vec::new();
     for run in runs {
-        let device = format!("{} with {} threads", run.device, run.threads);
+        let plural = if run.threads == 1 { "" } else { "s" };
+        let device = format!("{} with {} thread{plural}", run.device, run.threads);
         if !devices.contains(&device) {
             devices.push(device);
         }
@@ -119,6 +120,17 @@ fn sentence(run: &RunReport) -> String {
         run.mean_running,
         grouped(run.outputs_checked),
     );
+    if let (Some(error), Some(limit)) = (run.max_abs_error, run.error_limit) {
+        let _ = write!(text, ", error {error:.1e} of {limit:.0e} allowed");
+    }
+    for (count, what) in [
+        (run.nonfinite, "elements were NaN or infinite"),
+        (run.saturated, "elements were beyond the static scales and cut off"),
+    ] {
+        if count > 0 {
+            let _ = write!(text, "; {} {what}", grouped(count));
+        }
+    }
     if run.preemptions > 0 {
         let _ = write!(text, "; {} preemptions", grouped(run.preemptions));
     }

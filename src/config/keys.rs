@@ -52,7 +52,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("workload", "expected a table [workload] with kind"),
     ("workload.kind", "expected \"generator\" or \"azure-csv\""),
     ("workload.seed", "expected a whole number from 0 to 9,223,372,036,854,775,807"),
-    ("workload.requests", "expected a whole number from 1"),
+    ("workload.requests", "expected a whole number from 1 to 10,000,000"),
     ("workload.path", "expected the path of a trace, from the current directory"),
     ("workload.prompt_tokens", super::workload::DISTRIBUTIONS),
     ("workload.output_tokens", super::workload::DISTRIBUTIONS),

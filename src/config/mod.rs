@@ -265,11 +265,11 @@ pub enum Capacity {
     /// `max_seqs` sequences of `max_seq_len` tokens in every layer.
     #[default]
     WorstCase,
-    /// This many tokens in every layer, over all sequences.
+    /// This many tokens in every layer, over all sequences, but no more than the worst case.
     Tokens(u64),
     /// This many blocks in every paged layer group.
     Blocks(u64),
-    /// As much as fits in this many bytes.
+    /// As much as fits in this many bytes, but no more than the worst case.
     Budget(crate::units::Bytes),
 }
 

@@ -155,6 +155,9 @@ pub(super) fn check_names(variants: &[VariantConfig]) -> Result<(), Complaint> {
         if variant.name.trim().is_empty() {
             return Err(Complaint::new(key(), "is empty"));
         }
+        if variant.name.chars().any(char::is_control) {
+            return Err(Complaint::new(key(), "has a line break or another control character"));
+        }
         if let Some(first) = seen.insert(variant.name.as_str(), index) {
             let problem = format!("{:?} is the name of variant.{first} too", variant.name);
             return Err(Complaint::new(key(), problem));

@@ -57,6 +57,9 @@ fn default_check_samples() -> u32 {
     64
 }
 
+/// The most requests of a job: the list of their lengths is held in memory.
+const MAX_REQUESTS: u32 = 10_000_000;
+
 /// Where the requests of a workload come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -247,8 +250,8 @@ impl WorkloadConfig {
             let problem = format!("is missing; workload.kind = {kind:?} needs it");
             return Err(Complaint::new(*key, problem));
         }
-        if self.requests == Some(0) {
-            return Err(Complaint::new("workload.requests", "is 0"));
+        if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
+            return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
         }
         if !(self.length_scale > 0.0 && self.length_scale <= 1.0) {
             let problem = format!("{} is out of range", self.length_scale);

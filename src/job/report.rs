@@ -186,8 +186,11 @@ impl Report {
         for run in &self.runs {
             match run {
                 Run::Done(run) => {
-                    let named = |problem| format!("variant {:?}: {problem}", run.variant);
-                    problems.extend(run.problems.iter().map(named));
+                    let named = |problem: &str| format!("variant {:?}: {problem}", run.variant);
+                    problems.extend(run.problems.iter().map(|problem| named(problem)));
+                    if run.requests_completed == 0 {
+                        problems.push(named("no request was completed, so nothing was measured"));
+                    }
                 }
                 Run::Failed(run) => problems.push(run.error.clone()),
             }

@@ -48,7 +48,8 @@ impl<R: BufRead> Trace<R> {
         let mut trace =
             Self { reader, path: path.to_owned(), line: 0, text: Vec::new(), ended: false };
         match trace.next_line()? {
-            Some(HEADER) => Ok(trace),
+            // Spreadsheets put a byte order mark before it.
+            Some(line) if line.trim_start_matches('\u{feff}') == HEADER => Ok(trace),
             found => {
                 let found = found.map_or_else(
                     || "an empty file".to_owned(),
@@ -205,6 +206,12 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_passed_over() {
+        let text = format!("\u{feff}{HEADER}\n2023-11-16 18:15:46.68,374,44\n");
+        assert!(read(text.as_bytes()).is_ok());
     }
 
     #[test]

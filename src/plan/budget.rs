@@ -201,17 +201,17 @@ fn units_of(
 ///
 /// A sequence of the typical length holds f blocks of full attention and w of this group, so
 /// `blocks` of the former go with ⌈blocks · w / f⌉ of the latter. One sequence that fills all of
-/// the former must fit too. And more than one for each of the former, or than the worst case, is
-/// never used.
+/// the former must fit too. More than one for each of the former is never used, and of no group
+/// more than its worst case.
 fn shared_units(draft: &Draft, blocks: u64, typical_seq_len: u32, limits: &Limits) -> u64 {
+    let worst = u64::from(draft.blocks_per_full_seq) * u64::from(limits.max_seqs);
     if draft.window.is_none() {
-        return blocks;
+        return blocks.min(worst);
     }
     let per_seq = |len| u64::from(draft.blocks_for(len, limits));
     let full = u64::from(typical_seq_len.div_ceil(draft.shape.unit_tokens));
     let beside = u128::from(blocks) * u128::from(per_seq(typical_seq_len));
     let beside = u64::try_from(beside.div_ceil(u128::from(full))).unwrap_or(u64::MAX);
     let alone = blocks.min(per_seq(limits.max_seq_len));
-    let worst = u64::from(draft.blocks_per_full_seq) * u64::from(limits.max_seqs);
     beside.max(alone).min(blocks).min(worst)
 }

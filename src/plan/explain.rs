@@ -94,8 +94,18 @@ impl Plan {
     }
 
     fn write_groups(&self, out: &mut String) -> std::fmt::Result {
-        let header =
-            ["group", "kind", "layers", "window", "unit", "tokens", "unit bytes", "units", "bytes"];
+        let header = [
+            "group",
+            "kind",
+            "layers",
+            "window",
+            "unit",
+            "B/token",
+            "tokens",
+            "unit bytes",
+            "units",
+            "bytes",
+        ];
         let mut rows = vec![header.map(str::to_owned)];
         for (index, group) in self.groups.iter().enumerate() {
             rows.push([
@@ -112,6 +122,7 @@ impl Plan {
                     Addressing::Ring => "ring",
                 }
                 .to_owned(),
+                grouped(group.bytes_per_token.get()),
                 grouped(group.layout.unit_tokens.into()),
                 grouped(group.layout.unit_bytes),
                 grouped(group.layout.units.into()),
@@ -197,7 +208,7 @@ fn layer_ranges(group: &LayerGroup) -> String {
 }
 
 /// Columns as wide as their widest cell; the first five to the left, numbers to the right.
-fn write_table(out: &mut String, rows: &[[String; 9]]) -> std::fmt::Result {
+fn write_table(out: &mut String, rows: &[[String; 10]]) -> std::fmt::Result {
     let width =
         |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     for row in rows {

@@ -29,7 +29,7 @@ pub use workspace::{CpuWorkspace, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
 use serde::Serialize;
 
 use crate::config::{
-    Admission, CacheMode, Config, Geometry, Invalid, ScaleKind, StaticScale, verify,
+    Admission, CacheMode, Capacity, Config, Geometry, Invalid, ScaleKind, StaticScale, verify,
 };
 use crate::error::PlanError;
 use crate::units::{Bytes, GroupIdx, LayerIdx};
@@ -88,6 +88,8 @@ pub struct Plan {
     pub tokens_per_block: u32,
     /// What `begin` promises.
     pub admission: Admission,
+    /// The capacity that was asked for.
+    pub capacity: Capacity,
     /// The layer groups, in the order in which they lie in the pool.
     pub groups: Vec<LayerGroup>,
     /// For each layer, its place. `[num_layers]`
@@ -151,6 +153,7 @@ impl Plan {
             format,
             tokens_per_block: config.cache.tokens_per_block,
             admission: config.cache.admission,
+            capacity: config.pool.capacity,
             layers,
             static_scales: static_scales(config, geometry),
             seq_slots: sized.seq_slots,
@@ -218,6 +221,7 @@ impl Plan {
             workspace,
             available,
             source_of_limit,
+            worst_case: self.capacity == Capacity::WorstCase,
         })
     }
 
