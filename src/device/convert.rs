@@ -4,6 +4,8 @@
 
 use half::{bf16, f16};
 
+use super::tensor::DType;
+
 /// The f32 of an IEEE half: exact, subnormals, infinities and NaN payloads included.
 #[inline(always)]
 pub(super) const fn f16_to_f32(half: u16) -> f32 {
@@ -72,6 +74,8 @@ pub(super) const fn f32_to_bf16(x: f32) -> u16 {
 
 /// An element type of the tensors that callers have.
 pub(super) trait Source: Copy + Sync {
+    /// Which one.
+    const DTYPE: DType;
     /// As f32, exactly.
     fn to_f32(self) -> f32;
     /// As the bits of an IEEE half: verbatim, or rounded to nearest even.
@@ -81,6 +85,7 @@ pub(super) trait Source: Copy + Sync {
 }
 
 impl Source for f32 {
+    const DTYPE: DType = DType::F32;
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -96,6 +101,7 @@ impl Source for f32 {
 }
 
 impl Source for f16 {
+    const DTYPE: DType = DType::F16;
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f16_to_f32(self.to_bits())
@@ -111,6 +117,7 @@ impl Source for f16 {
 }
 
 impl Source for bf16 {
+    const DTYPE: DType = DType::Bf16;
     #[inline(always)]
     fn to_f32(self) -> f32 {
         bf16_to_f32(self.to_bits())

@@ -28,7 +28,8 @@ use crate::units::Bytes;
 pub struct DeviceInfo {
     /// `cpu`.
     pub kind: &'static str,
-    /// The kernels chosen at open: `reference`, `portable`, `avx2` or `avx512`.
+    /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, or
+    /// `avx512+vnni` (AVX-512 with VNNI for INT8).
     pub kernel: &'static str,
     /// Threads that compute, the calling one included.
     pub threads: u32,

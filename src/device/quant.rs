@@ -15,7 +15,7 @@ use crate::config::ScaleKind;
 use crate::plan::{E8M8, SCALE_GROUP};
 
 /// The largest `q`.
-const Q_MAX: f32 = 127.0;
+pub(super) const Q_MAX: f32 = 127.0;
 
 /// The bits of +∞; a number is finite when its bits without the sign are below.
 const INFINITY_BITS: u32 = 0x7F80_0000;

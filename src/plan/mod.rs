@@ -24,7 +24,7 @@ pub use layout::{
     visible,
 };
 
-pub use workspace::{CpuWorkspace, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
+pub use workspace::{CpuWorkspace, HEADS_AT_ONCE, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
 
 use serde::Serialize;
 

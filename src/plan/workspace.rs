@@ -19,6 +19,11 @@ pub const LANES: u32 = 16;
 /// splits are dealt out one by one, and each needs a place for its partial result.
 pub const PAIRS_PER_THREAD: u32 = 4;
 
+/// Query heads, over several rows, that are computed side by side: what a tile's keys and values
+/// are read and converted for once. Their queries and accumulators are to stay in the nearest
+/// caches.
+pub const HEADS_AT_ONCE: u32 = 32;
+
 /// What the workspace is sized by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CpuWorkspace {
@@ -35,16 +40,52 @@ pub struct CpuWorkspace {
 }
 
 impl CpuWorkspace {
-    /// f32 numbers of one partial result: running maximum and sum of each head of the group
-    /// (padded to lanes), and its accumulators `[q_heads_per_kv_head, padded_dim]`.
+    /// Rows that are computed at once, at most.
+    #[must_use]
+    pub fn max_rows(&self) -> u32 {
+        (HEADS_AT_ONCE / self.q_heads_per_kv_head.max(1)).max(1)
+    }
+
+    /// Query heads that are computed at once, at most.
+    #[must_use]
+    pub fn max_heads(&self) -> u32 {
+        // No more than HEADS_AT_ONCE, or the heads of one row.
+        self.max_rows() * self.q_heads_per_kv_head
+    }
+
+    /// f32 numbers of one partial result: running maximum and sum of each head (padded to lanes),
+    /// and its accumulators `[heads, padded_dim]`.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
-    pub fn partial_len(&self) -> Result<u64, Overflow> {
-        let group = u64::from(self.q_heads_per_kv_head);
-        let heads = Bytes(group).align_up(u64::from(LANES))?;
-        let acc = Bytes(group).try_mul(u64::from(self.padded_dim))?;
+    pub fn partial_len(&self, heads: u64) -> Result<u64, Overflow> {
+        let acc = Bytes(heads).try_mul(u64::from(self.padded_dim))?;
+        let heads = Bytes(heads).align_up(u64::from(LANES))?;
         Ok(heads.try_mul(2)?.try_add(acc)?.get())
+    }
+
+    /// f32 numbers that hold the queries as integers of two bytes: for every four heads
+    /// `[padded_dim / 16, 2 terms]` lines of 16, then for every 32 elements a line of sums, and
+    /// one of scales.
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn coded_len(&self) -> Result<u64, Overflow> {
+        let lines = u64::from(self.padded_dim / LANES);
+        let per_four = Bytes(lines * 2 + lines.div_ceil(2) + 1).try_mul(u64::from(LANES))?;
+        Ok(per_four.try_mul(u64::from(self.max_heads()).div_ceil(4))?.get())
+    }
+
+    /// f32 numbers that hold a tile's weights as integers of two bytes `[max_heads, 2 terms]`
+    /// lines of 16, and their scales `[max_heads, padded to lanes]`.
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn weights_len(&self) -> Result<u64, Overflow> {
+        let heads = u64::from(self.max_heads());
+        let terms = Bytes(heads).try_mul(u64::from(TILE_TOKENS / 4 * 2))?;
+        let scales = Bytes(heads).align_up(u64::from(LANES))?;
+        Ok(terms.try_add(scales)?.get())
     }
 
     /// f32 numbers of one thread's scratch.
@@ -52,16 +93,22 @@ impl CpuWorkspace {
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn scratch_len(&self) -> Result<u64, Overflow> {
-        let group = u64::from(self.q_heads_per_kv_head);
-        // The group's queries as f32. [q_heads_per_kv_head, padded_dim]
-        let queries = Bytes(group).try_mul(u64::from(self.padded_dim))?;
-        // The scores of a tile. [q_heads_per_kv_head, TILE_TOKENS]
-        let scores = Bytes(group).try_mul(u64::from(TILE_TOKENS))?;
+        let heads = u64::from(self.max_heads());
+        // The queries as f32. [max_heads, padded_dim]
+        let queries = Bytes(heads).try_mul(u64::from(self.padded_dim))?;
+        // The queries as integers.
+        let coded = Bytes(self.coded_len()?);
+        // The scores of a tile. [max_heads, TILE_TOKENS]
+        let scores = Bytes(heads).try_mul(u64::from(TILE_TOKENS))?;
+        // The weights of a tile as integers.
+        let weights = Bytes(self.weights_len()?);
         // The scales of a tile's K and V rows. [2, TILE_TOKENS]
         let scales = Bytes(2).try_mul(u64::from(TILE_TOKENS))?;
         // The split under way, and the sum of those before it.
-        let partials = Bytes(self.partial_len()?).try_mul(2)?;
-        Ok(queries.try_add(scores)?.try_add(scales)?.try_add(partials)?.get())
+        let partials = Bytes(self.partial_len(heads)?).try_mul(2)?;
+        let terms = [coded, scores, weights, scales, partials];
+        let sum = terms.into_iter().try_fold(queries, |sum, term| sum.try_add(term))?;
+        Ok(sum.get())
     }
 
     /// (row, KV head) pairs whose splits may be dealt out one by one: fewer than
@@ -83,7 +130,7 @@ impl CpuWorkspace {
         // Every thread has its own.
         let scratch = Bytes(self.scratch_len()?).try_mul(4)?.try_mul(u64::from(self.threads))?;
         // One a pair and split. [split_pairs, max_splits, partial_len]
-        let partials = Bytes(self.partial_len()?)
+        let partials = Bytes(self.partial_len(self.q_heads_per_kv_head.into())?)
             .try_mul(4)?
             .try_mul(u64::from(self.max_splits))?
             .try_mul(self.split_pairs())?;

@@ -5,13 +5,12 @@
 //! byte, whatever token slots the caller names; should it name one twice, the later token stays,
 //! for any number of threads.
 
-use half::{bf16, f16};
-
 use super::super::convert::Source;
-use super::super::quant::{quantize_shared, quantize_static};
+use super::super::quant::quantize_static;
 use super::super::{AppendArgs, AppendCounts, TensorRef};
 use super::disjoint::Disjoint;
 use super::kernel::Kernel;
+use super::lanes::Isa;
 use super::memory::PoolMemory;
 use super::workers::Workers;
 use crate::config::{Format, ScaleKind};
@@ -142,21 +141,22 @@ fn check(pool: &PoolMemory, args: &AppendArgs<'_>) -> Result<(), DeviceError> {
 /// Stores one item.
 #[inline(always)]
 #[expect(clippy::needless_pass_by_value, reason = "the right to write is used up")]
-pub(super) fn store_item(job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
+pub(super) fn store_item<I: Isa>(isa: I, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
     let (tensor, scale) = match item.kv {
         Kv::K => (&job.k, job.scales.k),
         Kv::V => (&job.v, job.scales.v),
     };
     match tensor {
-        TensorRef::F32(data) => store_vectors::<f32>(job, &item, data, scale),
-        TensorRef::F16(data) => store_vectors::<f16>(job, &item, data, scale),
-        TensorRef::Bf16(data) => store_vectors::<bf16>(job, &item, data, scale),
+        TensorRef::F32(data) => store_vectors(isa, job, &item, data, scale),
+        TensorRef::F16(data) => store_vectors(isa, job, &item, data, scale),
+        TensorRef::Bf16(data) => store_vectors(isa, job, &item, data, scale),
     }
 }
 
 /// Stores one item's vectors. `data`: `[tokens, num_kv_heads, head_dim]`
 #[inline(always)]
-fn store_vectors<S: Source>(
+fn store_vectors<I: Isa, S: Source>(
+    isa: I,
     job: &AppendJob<'_>,
     item: &AppendItem,
     data: &[S],
@@ -169,12 +169,19 @@ fn store_vectors<S: Source>(
     let scale_bytes = (layout.scales_per_row * SCALE_BYTES) as usize;
     let index = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
     let mut counts = AppendCounts::default();
+    // The last slot's unit and place, which most often tell the next one's without a division.
+    let (mut last, mut unit, mut at) = (u64::MAX, 0, u32::MAX);
     for (token, &slot) in job.token_slots.iter().enumerate() {
-        if slot / CLASS_TOKENS % job.parts != item.part {
+        if job.parts > 1 && slot / CLASS_TOKENS % job.parts != item.part {
             continue;
         }
+        if slot == last.wrapping_add(1) && at < layout.unit_tokens - 1 {
+            at += 1;
+        } else {
+            (unit, at) = layout.split_slot(slot);
+        }
+        last = slot;
         let x = &data[token * per_token + item.head as usize * head_dim..][..head_dim];
-        let (unit, at) = layout.split_slot(slot);
         let row = index(layout.row(unit, job.layer, item.kv, item.head, at));
         let scales = index(layout.scales(unit, job.layer, item.kv, item.head, at));
         let scales = if scale_bytes == 0 { 0 } else { scales };
@@ -184,14 +191,15 @@ fn store_vectors<S: Source>(
         let row = unsafe { job.pool.part(row, row_bytes) };
         // SAFETY: the same vector's scales, which are its alone and not among the elements.
         let scales = unsafe { job.pool.part(scales, scale_bytes) };
-        store_vector(x, row, scales, layout, static_scale, &mut counts);
+        store_vector(isa, x, row, scales, layout, static_scale, &mut counts);
     }
     counts
 }
 
 /// Stores one vector. `x`: `[head_dim]`; `row` and `scales` are its bytes.
 #[inline(always)]
-fn store_vector<S: Source>(
+fn store_vector<I: Isa, S: Source>(
+    isa: I,
     x: &[S],
     row: &mut [u8],
     scales: &mut [u8],
@@ -222,11 +230,11 @@ fn store_vector<S: Source>(
             let group = SCALE_GROUP as usize;
             let parts = x.chunks_exact(group).zip(row.chunks_exact_mut(group));
             for ((x, q), scale) in parts.zip(scales.as_chunks_mut::<2>().0) {
-                *scale = quantize_shared(x, q, counts).0.to_le_bytes();
+                *scale = isa.quantize(x, q, counts).0.to_le_bytes();
             }
         }
         (Format::Int8, Some(ScaleKind::PerTokenHead) | None) => {
-            let scale = quantize_shared(x, row, counts);
+            let scale = isa.quantize(x, row, counts);
             for to in scales.as_chunks_mut::<2>().0 {
                 *to = scale.0.to_le_bytes();
             }

@@ -3,17 +3,22 @@
 use super::lanes::mul_add;
 
 /// Below this `exp` gives 0: its true value is less than the smallest normal f32.
-const LOWEST: f32 = -87.336_54;
+pub(super) const LOWEST: f32 = -87.336_54;
 
 /// 1.5 · 2²³: added, it leaves a rounded integer in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// log₂ e.
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
+pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
 /// ln 2 in two parts; the product of the first with a small integer is exact.
-const LN2_HIGH: f32 = 0.693_359_4;
-const LN2_LOW: f32 = -2.121_944_4e-4;
+pub(super) const LN2_HIGH: f32 = 0.693_359_4;
+pub(super) const LN2_LOW: f32 = -2.121_944_4e-4;
+
+/// e^r = 1 + r + r² · P(r); the coefficients of P, highest power first, are those of the Cephes
+/// library.
+pub(super) const P: [f32; 6] =
+    [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5];
 
 /// eˣ for x ≤ 0, to a relative error of 2.5e-7 (about 2 units in the last place). 0 for what is
 /// below -87.3366 (-∞ included); NaN for NaN.
@@ -26,12 +31,10 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     let n = shifted - ROUND;
     let r = mul_add::<FMA>(n, -LN2_HIGH, clamped);
     let r = mul_add::<FMA>(n, -LN2_LOW, r);
-    // e^r = 1 + r + r² · P(r); the coefficients are those of the Cephes library.
-    let p = mul_add::<FMA>(1.987_569_1e-4, r, 1.398_199_9e-3);
-    let p = mul_add::<FMA>(p, r, 8.333_452e-3);
-    let p = mul_add::<FMA>(p, r, 4.166_579_6e-2);
-    let p = mul_add::<FMA>(p, r, 0.166_666_65);
-    let p = mul_add::<FMA>(p, r, 0.5);
+    let mut p = P[0];
+    for c in &P[1..] {
+        p = mul_add::<FMA>(p, r, *c);
+    }
     let y = mul_add::<FMA>(p, r * r, r) + 1.0;
     // Times 2ⁿ: n is in -126..=0, so its exponent is that of a normal number.
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));

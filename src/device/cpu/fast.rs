@@ -1,26 +1,24 @@
-//! Attention over one split, for all query heads of a KV head together.
+//! Attention over one split, for all query heads of a task together.
 //!
 //! Everything here is generic and inlined into functions compiled for one instruction set
 //! (`x86.rs`, and `Portable` in `kernel.rs`). The order of every sum is fixed by positions alone:
 //!
-//! - A split is cut into tiles at multiples of [`TILE_TOKENS`]. A tile's visible keys are listed
-//!   in ascending position, wherever in memory they lie; nothing else is read.
-//! - A score is summed in 16 lanes over the elements, and the lanes in a fixed tree.
+//! - A split is cut into tiles at multiples of [`TILE_TOKENS`]. A key's number in its tile is its
+//!   position's, wherever in memory it lies and whatever else is visible.
+//! - A score is summed in a fixed order (`scores.rs`). A key that a row does not see has a score
+//!   of -∞ for it.
 //! - The running maximum, sum and accumulators are brought up to date once a tile; within it the
-//!   weighted values are added key by key.
+//!   weighted values are added key by key (`values.rs`).
 //!
-//! So the result is the same, bit for bit, for every cache mode, block size, batch and number of
-//! threads (P5).
-
-#![expect(
-    clippy::needless_range_loop,
-    reason = "loops over constant bounds index register arrays; this is the form that unrolls"
-)]
+//! So the result is the same, bit for bit, for every cache mode, block size, batch, number of
+//! rows at once and number of threads (P5).
 
 use super::exp::exp;
-use super::lanes::{Element, Isa, Line, WIDTH, sum_lanes};
-use super::task::{Split, finite_base};
-use super::tile::{TILE, Tile, TileRow};
+use super::lanes::{Element, Isa, WIDTH};
+use super::scores::all_scores;
+use super::task::{Partial, Split, Task, finite_base};
+use super::tile::{TILE, Tile, TileRow, mask};
+use super::values::all_values;
 use crate::plan::TILE_TOKENS;
 
 /// Computes one split; the kernels are instances of this.
@@ -29,329 +27,125 @@ pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
     let task = work.task;
     let lines = task.padded_dim / WIDTH;
     let q = work.q.as_chunks::<WIDTH>().0;
-    let scores = work.scores.as_chunks_mut::<TILE>().0;
+    let scores = &mut work.scores.as_chunks_mut::<TILE>().0[..task.heads()];
     let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
         return;
     };
     work.part.clear();
-    let mut tile = Tile::new(task);
-    let mut next = Tile::new(task);
-    let mut start = work.start;
-    next.locate(task, start, work.end.min(start + TILE_TOKENS));
-    while start < work.end {
-        std::mem::swap(&mut tile, &mut next);
-        start = work.end.min(start + TILE_TOKENS);
-        next.locate(task, start, work.end.min(start + TILE_TOKENS));
-        if tile.keys == 0 {
-            continue;
-        }
+    let mut tiles = Tiles::new(task, work.start, work.end, work.goes_on);
+    while tiles.advance(task) {
+        let (tile, next) = (&tiles.tile, &tiles.next);
         tile.row_scales(task, k_scales, v_scales);
-        let scores = &mut scores[..task.group];
-        scores.fill([f32::NEG_INFINITY; TILE]);
-        all_scores::<I, E>(isa, &tile, q, lines, scores);
-        for (g, row) in scores.iter_mut().enumerate() {
-            let acc = &mut work.part.acc[g * task.padded_dim..][..task.padded_dim];
-            let (max, sum) = (&mut work.part.max[g], &mut work.part.sum[g]);
-            softmax::<I>(row, k_scales, v_scales, task.softmax_scale, max, sum, acc);
-        }
+        all_scores::<I, E>(isa, tile, q, lines, scores);
+        all_weights(isa, task, tile, k_scales, v_scales, scores, &mut work.part);
         let acc = work.part.acc.as_chunks_mut::<WIDTH>().0;
-        all_values::<I, E>(isa, &tile, &next, scores, lines, acc);
+        all_values::<I, E>(isa, task, tile, next, scores, acc);
     }
 }
 
-/// Turns a tile's products q·k into weights, and brings the running state up to date.
-#[inline(always)]
-fn softmax<I: Isa>(
-    row: &mut TileRow,
-    k_scales: &TileRow,
-    v_scales: &TileRow,
-    softmax_scale: f32,
-    max: &mut f32,
-    sum: &mut f32,
-    acc: &mut [f32],
-) {
-    let mut maxima = [f32::NEG_INFINITY; WIDTH];
-    for (line, scales) in row.as_chunks_mut::<WIDTH>().0.iter_mut().zip(k_scales.as_chunks().0) {
-        let scales: &Line = scales;
-        for i in 0..WIDTH {
-            line[i] = line[i] * scales[i] * softmax_scale;
-            // False for NaN, which the sum below brings to light.
-            maxima[i] = if line[i] > maxima[i] { line[i] } else { maxima[i] };
+/// The tiles of a split of which anything is seen, each with the one after it. (Not a closure
+/// called for each: that would be compiled for the baseline's instructions.)
+#[derive(Debug)]
+pub(super) struct Tiles<'a> {
+    /// The tile to compute.
+    pub(super) tile: Tile<'a>,
+    /// The one after it.
+    pub(super) next: Tile<'a>,
+    start: u32,
+    end: u32,
+    /// Where the tiles end that are worth asking for.
+    ahead: u32,
+}
+
+impl<'a> Tiles<'a> {
+    /// The tiles of `start..end`; the last one is followed by one beyond `end` if the task goes on
+    /// there.
+    pub(super) fn new(task: &Task<'a>, start: u32, end: u32, goes_on: bool) -> Self {
+        let mut next = Tile::new(task);
+        next.locate(task, start, end.min(start.saturating_add(TILE_TOKENS)));
+        Self {
+            tile: Tile::new(task),
+            next,
+            start,
+            end,
+            ahead: if goes_on { task.end() } else { end },
         }
     }
-    let tile_max = maxima.into_iter().fold(*max, |a, b| if b > a { b } else { a });
-    let base = finite_base(tile_max);
-    let mut sums = [0.0; WIDTH];
-    for (line, scales) in row.as_chunks_mut::<WIDTH>().0.iter_mut().zip(v_scales.as_chunks().0) {
-        let scales: &Line = scales;
-        for i in 0..WIDTH {
-            let weight = exp_of::<I>(line[i] - base);
-            sums[i] += weight;
-            line[i] = weight * scales[i];
+
+    /// Goes to the next tile of which anything is seen; whether there is one.
+    pub(super) fn advance(&mut self, task: &Task<'a>) -> bool {
+        while self.start < self.end {
+            std::mem::swap(&mut self.tile, &mut self.next);
+            self.start = self.end.min(self.start.saturating_add(TILE_TOKENS));
+            let end = self.ahead.min(self.start.saturating_add(TILE_TOKENS));
+            self.next.locate(task, self.start, end);
+            if self.tile.seen != [(0, 0); 2] {
+                return true;
+            }
         }
-    }
-    let keep = exp_of::<I>(*max - base);
-    *max = tile_max;
-    *sum = *sum * keep + sum_lanes(sums);
-    // A product with 1 changes nothing.
-    if keep.to_bits() != 1.0_f32.to_bits() {
-        for acc in acc {
-            *acc *= keep;
-        }
+        false
     }
 }
+
+/// Turns a tile's products q·k into weights, for all heads, and brings the running state up to
+/// date.
+#[inline(always)]
+pub(super) fn all_weights<I: Isa>(
+    isa: I,
+    task: &Task<'_>,
+    tile: &Tile<'_>,
+    k_scales: &TileRow,
+    v_scales: &TileRow,
+    scores: &mut [TileRow],
+    part: &mut Partial<'_>,
+) {
+    for row in 0..task.rows {
+        let seen = tile.seen_by(task, row);
+        let heads = row * task.group..(row + 1) * task.group;
+        for scores in &mut scores[heads] {
+            mask(scores, seen);
+        }
+    }
+    let lines = task.padded_dim / WIDTH;
+    let acc = part.acc.as_chunks_mut().0;
+    // Step by step for a few heads at once: each step of one head waits for the one before.
+    let mut first = 0;
+    while first < scores.len() {
+        let some = scores.len().min(first + ABREAST) - first;
+        let scores = &mut scores[first..first + some];
+        let mut maxima = [f32::NEG_INFINITY; ABREAST];
+        for (scores, max) in scores.iter_mut().zip(&mut maxima) {
+            *max = isa.scale_scores(scores, k_scales, task.softmax_scale);
+        }
+        let mut sums = [0.0; ABREAST];
+        for (i, scores) in scores.iter_mut().enumerate() {
+            let max = part.max[first + i];
+            // A NaN is not among the maxima; the sum brings it to light.
+            maxima[i] = if maxima[i] > max { maxima[i] } else { max };
+            sums[i] = isa.exp_scores(scores, v_scales, finite_base(maxima[i]));
+        }
+        for i in 0..some {
+            let g = first + i;
+            let keep = exp_of::<I>(part.max[g] - finite_base(maxima[i]));
+            part.max[g] = maxima[i];
+            part.sum[g] = part.sum[g] * keep + sums[i];
+            // A product with 1 changes nothing.
+            if keep.to_bits() != 1.0_f32.to_bits() {
+                let keep = isa.splat(keep);
+                for acc in &mut acc[g * lines..][..lines] {
+                    isa.store(isa.mul(isa.load(acc), keep), acc);
+                }
+            }
+        }
+        first += some;
+    }
+}
+
+/// Heads whose scores become weights side by side.
+const ABREAST: usize = 4;
 
 /// `exp` with the instruction set's way of multiplying and adding.
 #[inline(always)]
-fn exp_of<I: Isa>(x: f32) -> f32 {
+pub(super) fn exp_of<I: Isa>(x: f32) -> f32 {
     if I::FMA { exp::<true>(x) } else { exp::<false>(x) }
-}
-
-/// q·k of all heads of the group with all keys of the tile.
-#[inline(always)]
-fn all_scores<I: Isa, E: Element>(
-    isa: I,
-    tile: &Tile<'_>,
-    q: &[Line],
-    lines: usize,
-    scores: &mut [TileRow],
-) {
-    let group = scores.len();
-    let mut g = 0;
-    while I::WIDE && group - g >= 8 {
-        scores_of::<I, E, 8, 2>(isa, tile, &q[g * lines..], lines, &mut scores[g..], g == 0);
-        g += 8;
-    }
-    while group - g >= 4 {
-        if I::WIDE {
-            scores_of::<I, E, 4, 4>(isa, tile, &q[g * lines..], lines, &mut scores[g..], g == 0);
-        } else {
-            scores_of::<I, E, 4, 1>(isa, tile, &q[g * lines..], lines, &mut scores[g..], g == 0);
-        }
-        g += 4;
-    }
-    while group - g >= 2 {
-        scores_of::<I, E, 2, 2>(isa, tile, &q[g * lines..], lines, &mut scores[g..], g == 0);
-        g += 2;
-    }
-    if group > g {
-        scores_of::<I, E, 1, 4>(isa, tile, &q[g * lines..], lines, &mut scores[g..], g == 0);
-    }
-}
-
-/// q·k of `G` heads with all keys of the tile, `K` keys at a time.
-#[inline(always)]
-fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
-    isa: I,
-    tile: &Tile<'_>,
-    q: &[Line],
-    lines: usize,
-    scores: &mut [TileRow],
-    prefetch: bool,
-) {
-    let mut heads: [&[Line]; G] = [&[]; G];
-    for g in 0..G {
-        heads[g] = &q[g * lines..][..lines];
-    }
-    let mut key = 0;
-    while key + K <= tile.keys {
-        if prefetch {
-            // The tile's values, which are next.
-            for k in 0..K {
-                tile.prefetch_v(isa, key + k);
-            }
-        }
-        products::<I, E, G, K>(isa, tile, key, &heads, scores);
-        key += K;
-    }
-    while key < tile.keys {
-        products::<I, E, G, 1>(isa, tile, key, &heads, scores);
-        key += 1;
-    }
-}
-
-/// q·k of `G` heads with `K` keys.
-#[inline(always)]
-fn products<I: Isa, E: Element, const G: usize, const K: usize>(
-    isa: I,
-    tile: &Tile<'_>,
-    key: usize,
-    heads: &[&[Line]; G],
-    scores: &mut [TileRow],
-) {
-    let mut rows: [&[E::Chunk]; K] = [&[]; K];
-    let mut rests: [&[u8]; K] = [&[]; K];
-    for k in 0..K {
-        (rows[k], rests[k]) = E::chunks(tile.k(key + k));
-    }
-    let whole = rows[0].len();
-    let mut heads = *heads;
-    let mut tails: [&[Line]; G] = [&[]; G];
-    for g in 0..G {
-        (heads[g], tails[g]) = heads[g].split_at(whole);
-    }
-    for k in 0..K {
-        rows[k] = &rows[k][..whole];
-    }
-    let mut acc = [[isa.splat(0.0); G]; K];
-    if E::GROUPED {
-        for pair in 0..whole / 2 {
-            for k in 0..K {
-                let scale = isa.splat(tile.scale(tile.scale_at[key + k], pair));
-                let first = E::load(isa, &rows[k][2 * pair]);
-                let second = E::load(isa, &rows[k][2 * pair + 1]);
-                for g in 0..G {
-                    let sum = isa.mul(isa.load(&heads[g][2 * pair]), first);
-                    let sum = isa.fma(isa.load(&heads[g][2 * pair + 1]), second, sum);
-                    acc[k][g] = isa.fma(sum, scale, acc[k][g]);
-                }
-            }
-        }
-    } else {
-        for i in 0..whole {
-            for k in 0..K {
-                let row = E::load(isa, &rows[k][i]);
-                for g in 0..G {
-                    acc[k][g] = isa.fma(isa.load(&heads[g][i]), row, acc[k][g]);
-                }
-            }
-        }
-        if !rests[0].is_empty() {
-            for k in 0..K {
-                let row = E::load_tail(isa, rests[k]);
-                for g in 0..G {
-                    acc[k][g] = isa.fma(isa.load(&tails[g][0]), row, acc[k][g]);
-                }
-            }
-        }
-    }
-    for g in 0..G {
-        for k in 0..K {
-            scores[g][key + k] = isa.sum(acc[k][g]);
-        }
-    }
-}
-
-/// Adds the weighted values of all keys of the tile to the accumulators of all heads.
-#[inline(always)]
-fn all_values<I: Isa, E: Element>(
-    isa: I,
-    tile: &Tile<'_>,
-    next: &Tile<'_>,
-    weights: &[TileRow],
-    lines: usize,
-    acc: &mut [Line],
-) {
-    let group = weights.len();
-    // The next tile's keys are asked for once, by the first heads.
-    let ahead = |g: usize| (g == 0).then_some(next);
-    let mut g = 0;
-    while I::WIDE && group - g >= 8 {
-        values_of::<I, E, 8, 2>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
-        g += 8;
-    }
-    while group - g >= 4 {
-        if I::WIDE {
-            values_of::<I, E, 4, 4>(
-                isa,
-                tile,
-                ahead(g),
-                &weights[g..],
-                lines,
-                &mut acc[g * lines..],
-            );
-        } else {
-            values_of::<I, E, 4, 1>(
-                isa,
-                tile,
-                ahead(g),
-                &weights[g..],
-                lines,
-                &mut acc[g * lines..],
-            );
-        }
-        g += 4;
-    }
-    while group - g >= 2 {
-        values_of::<I, E, 2, 2>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
-        g += 2;
-    }
-    if group > g {
-        values_of::<I, E, 1, 4>(isa, tile, ahead(g), &weights[g..], lines, &mut acc[g * lines..]);
-    }
-}
-
-/// Adds the weighted values to the accumulators of `G` heads, `B` lines at a time.
-#[inline(always)]
-fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
-    isa: I,
-    tile: &Tile<'_>,
-    mut next: Option<&Tile<'_>>,
-    weights: &[TileRow],
-    lines: usize,
-    acc: &mut [Line],
-) {
-    let whole = tile.row_bytes / (E::BYTES * WIDTH);
-    let mut first = 0;
-    while first + B <= whole {
-        lines_of::<I, E, G, B>(isa, tile, next.take(), first, weights, lines, acc);
-        first += B;
-    }
-    while first < whole {
-        lines_of::<I, E, G, 1>(isa, tile, next.take(), first, weights, lines, acc);
-        first += 1;
-    }
-    if whole < lines {
-        for key in 0..tile.keys {
-            let row = E::load_tail(isa, E::chunks(tile.v(key)).1);
-            for g in 0..G {
-                let acc = &mut acc[g * lines + whole];
-                let sum = isa.fma(isa.splat(weights[g][key]), row, isa.load(acc));
-                isa.store(sum, acc);
-            }
-        }
-    }
-}
-
-/// Adds lines `first..first + B` of the weighted values to the accumulators of `G` heads.
-#[inline(always)]
-fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
-    isa: I,
-    tile: &Tile<'_>,
-    next: Option<&Tile<'_>>,
-    first: usize,
-    weights: &[TileRow],
-    lines: usize,
-    acc: &mut [Line],
-) {
-    let weights = &weights[..G];
-    let mut sums = [[isa.splat(0.0); B]; G];
-    for g in 0..G {
-        for b in 0..B {
-            sums[g][b] = isa.load(&acc[g * lines + first + b]);
-        }
-    }
-    for key in 0..tile.keys.min(TILE) {
-        if let Some(next) = next {
-            next.prefetch_k(isa, key);
-        }
-        let row = &E::chunks(tile.v(key)).0[first..first + B];
-        for b in 0..B {
-            let value = E::load(isa, &row[b]);
-            let value = if E::GROUPED {
-                let at = tile.scale_at[key] + tile.scale_to_v;
-                isa.mul(value, isa.splat(tile.scale(at, (first + b) / 2)))
-            } else {
-                value
-            };
-            for g in 0..G {
-                sums[g][b] = isa.fma(isa.splat(weights[g][key]), value, sums[g][b]);
-            }
-        }
-    }
-    for g in 0..G {
-        for b in 0..B {
-            isa.store(sums[g][b], &mut acc[g * lines + first + b]);
-        }
-    }
 }

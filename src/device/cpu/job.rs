@@ -128,24 +128,24 @@ impl<'a> AttendJob<'a> {
         SeqView { layout: self.layout, table, slot: seq.slot }
     }
 
-    /// One row and one KV head; `None` for a row that belongs to no sequence.
-    pub(super) fn task(&self, row: usize, head: usize) -> Option<Task<'a>> {
+    /// The block of at most `block` rows that begins at `row`, and one KV head; `None` for a row
+    /// that begins no block, or belongs to no sequence.
+    pub(super) fn task(&self, row: usize, head: usize, block: usize) -> Option<Task<'a>> {
         let after = self.seqs.partition_point(|seq| seq.row_start as usize <= row);
         let seq = &self.seqs[after.checked_sub(1)?];
-        let behind = u32::try_from(row - seq.row_start as usize).ok()?;
-        if behind >= seq.rows {
+        let behind = row - seq.row_start as usize;
+        let rows = (seq.rows as usize).saturating_sub(behind).min(block);
+        if rows == 0 || !behind.is_multiple_of(block) {
             return None;
         }
-        let position = seq.first_position + behind;
-        let (sinks, from) = visible(position, self.window, self.layout.sink_tokens);
         Some(Task {
             pool: self.pool,
             view: self.view(seq),
             layer: self.layer,
             head: u32::try_from(head).ok()?,
-            sinks,
-            from,
-            end: position + 1,
+            rows,
+            position: seq.first_position + u32::try_from(behind).ok()?,
+            window: self.window,
             group: self.group,
             padded_dim: self.layout.head_dim.next_multiple_of(LANES) as usize,
             softmax_scale: self.softmax_scale,
@@ -158,39 +158,40 @@ impl<'a> AttendJob<'a> {
         (row * self.num_q_heads + head * self.group) * self.layout.head_dim as usize
     }
 
-    /// Writes the result of one row and one KV head.
+    /// Writes the result of a task that begins at `row`.
     ///
     /// # Safety
-    /// No other thread writes the result of the same row and KV head meanwhile.
-    pub(super) unsafe fn finish(&self, row: usize, head: usize, total: &Partial<'_>) {
+    /// No other thread writes the result of the same rows and KV head meanwhile.
+    pub(super) unsafe fn finish(&self, row: usize, task: &Task<'_>, total: &Partial<'_>) {
         let head_dim = self.layout.head_dim as usize;
         let padded_dim = head_dim.next_multiple_of(LANES as usize);
-        let first = self.first_element(row, head);
-        for (g, acc) in total.acc.chunks_exact(padded_dim).take(self.group).enumerate() {
+        let heads = total.acc.chunks_exact(padded_dim).take(task.heads());
+        for (g, acc) in heads.enumerate() {
+            let (row, head) = (row + g / self.group, task.head as usize);
+            let first = self.first_element(row, head) + g % self.group * head_dim;
             let sum = total.sum[g];
             // No key had a score above -∞; a NaN is unequal to 0.
             let nothing = sum == 0.0;
             let value = |x: &f32| if nothing { 0.0 } else { x / sum };
-            let start = first + g * head_dim;
             match &self.out {
                 Out::F32(out) => {
                     // SAFETY: the place of this row and query head, which nobody else writes (the
                     // contract of the function).
-                    let out = unsafe { out.part(start, head_dim) };
+                    let out = unsafe { out.part(first, head_dim) };
                     for (out, x) in out.iter_mut().zip(acc) {
                         *out = value(x);
                     }
                 }
                 Out::F16(out) => {
                     // SAFETY: as above.
-                    let out = unsafe { out.part(start, head_dim) };
+                    let out = unsafe { out.part(first, head_dim) };
                     for (out, x) in out.iter_mut().zip(acc) {
                         *out = f16::from_bits(f32_to_f16(value(x)));
                     }
                 }
             }
             if let Some(lse) = &self.lse {
-                let at = row * self.num_q_heads + head * self.group + g;
+                let at = row * self.num_q_heads + head * self.group + g % self.group;
                 // SAFETY: as above.
                 let lse = unsafe { lse.part(at, 1) };
                 lse[0] = if nothing { f32::NEG_INFINITY } else { total.max[g] + sum.ln() };

@@ -13,6 +13,8 @@ use super::fast::split;
 use super::lanes::{ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Portable};
 use super::task::Split;
 #[cfg(target_arch = "x86_64")]
+use super::vnni::Vnni;
+#[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512};
 use crate::config::{Format, KernelChoice, ScaleKind};
 use crate::error::DeviceError;
@@ -49,7 +51,7 @@ impl Kernel for Portable {
     }
 
     fn append(&self, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
-        store_item(job, item)
+        store_item(*self, job, item)
     }
 }
 
@@ -98,9 +100,13 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
             None => Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: Avx2::NEEDS }),
         },
         #[cfg(target_arch = "x86_64")]
-        KernelChoice::Avx512 => match Avx512::detect() {
-            Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
-            None => Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: Avx512::NEEDS }),
+        // VNNI where the CPU has it: it changes INT8 alone.
+        KernelChoice::Avx512 => match (Vnni::detect(), Avx512::detect()) {
+            (Some(kernel), _) => Ok(Chosen::Fast(Box::new(kernel))),
+            (None, Some(kernel)) => Ok(Chosen::Fast(Box::new(kernel))),
+            (None, None) => {
+                Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: Avx512::NEEDS })
+            }
         },
         #[cfg(not(target_arch = "x86_64"))]
         KernelChoice::Avx2 => {

@@ -6,8 +6,12 @@
 
 use std::fmt;
 
-use super::super::convert::{bf16_to_f32, f16_to_f32};
-use crate::plan::LANES;
+use super::super::AppendCounts;
+use super::super::convert::{Source, bf16_to_f32, f16_to_f32};
+use super::super::quant::quantize_shared;
+use super::fast::exp_of;
+use super::tile::TileRow;
+use crate::plan::{E8M8, LANES};
 
 /// Lanes as a length.
 pub(super) const WIDTH: usize = LANES as usize;
@@ -39,8 +43,54 @@ pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The sum of all lanes: lanes 8 apart first, then 4, 2 and 1.
     fn sum(self, v: Self::V) -> f32;
-    /// Asks for the cache line of a byte, which will be read soon.
-    fn prefetch(self, byte: &u8);
+    /// The same of several, all at once.
+    #[inline(always)]
+    fn sums<const K: usize, const G: usize>(self, v: [[Self::V; K]; G]) -> [[f32; K]; G] {
+        // Loops, not `map`: its closure would be compiled for the baseline's instructions.
+        let mut sums = [[0.0; K]; G];
+        for (sums, v) in sums.iter_mut().zip(v) {
+            for (sum, v) in sums.iter_mut().zip(v) {
+                *sum = self.sum(v);
+            }
+        }
+        sums
+    }
+    /// Scales a tile's products q·k, and gives the largest; NaN is passed over.
+    #[inline(always)]
+    fn scale_scores(self, row: &mut TileRow, scales: &TileRow, scale: f32) -> f32 {
+        let mut maxima = [f32::NEG_INFINITY; WIDTH];
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            for i in 0..WIDTH {
+                line[i] = line[i] * scales[i] * scale;
+                maxima[i] = if line[i] > maxima[i] { line[i] } else { maxima[i] };
+            }
+        }
+        let larger = |a, b| if b > a { b } else { a };
+        maxima.into_iter().fold(f32::NEG_INFINITY, larger)
+    }
+    /// Turns a tile's scores into weights, e^(score - base) times the scales of the values, and
+    /// gives their sum, the scales left out.
+    #[inline(always)]
+    fn exp_scores(self, row: &mut TileRow, scales: &TileRow, base: f32) -> f32 {
+        let mut sums = [0.0; WIDTH];
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            for i in 0..WIDTH {
+                let weight = exp_of::<Self>(line[i] - base);
+                sums[i] += weight;
+                line[i] = weight * scales[i];
+            }
+        }
+        sum_lanes(sums)
+    }
+    /// `quantize_shared`, to the bit.
+    #[inline(always)]
+    fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
+        quantize_shared(x, q, counts)
+    }
+    /// Asks for the cache line of a byte, which may be read soon. Any address will do.
+    fn prefetch(self, byte: *const u8);
     /// Sixteen f32.
     fn widen_f32(self, bytes: &[u8; 64]) -> Self::V;
     /// Sixteen IEEE halves.
@@ -97,7 +147,7 @@ impl Isa for Portable {
     }
 
     #[inline(always)]
-    fn prefetch(self, _byte: &u8) {}
+    fn prefetch(self, _byte: *const u8) {}
 
     #[inline(always)]
     fn widen_f32(self, bytes: &[u8; 64]) -> Line {

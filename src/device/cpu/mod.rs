@@ -16,10 +16,14 @@ mod kernel;
 mod lanes;
 mod memory;
 mod reference;
+mod scores;
 mod task;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod values;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 mod workers;
 mod workspace;
 #[cfg(target_arch = "x86_64")]

@@ -44,7 +44,7 @@ pub(super) fn attend(
 /// No other thread writes the result of the same row and query head meanwhile.
 unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f64]) {
     let head_dim = job.layout.head_dim as usize;
-    let Some(task) = job.task(row, q_head / job.group) else {
+    let Some(task) = job.task(row, q_head / job.group, 1) else {
         return;
     };
     let first = (row * job.num_q_heads + q_head) * head_dim;
@@ -54,7 +54,8 @@ unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f6
             .sum();
         dot * f64::from(task.softmax_scale)
     };
-    let positions = || (0..task.sinks).chain(task.from..task.end);
+    let [(_, sinks), (from, end)] = task.seen();
+    let positions = || (0..sinks).chain(from..end);
 
     // `f64::max` passes over NaN; the sum brings it to light.
     let max = positions().map(score).fold(f64::NEG_INFINITY, f64::max);

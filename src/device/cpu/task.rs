@@ -4,9 +4,10 @@ use super::super::TensorRef;
 use super::super::convert::Source;
 use super::exp::exp;
 use super::lanes::WIDTH;
-use crate::plan::{LayerScales, SeqView};
+use crate::plan::{LayerScales, SeqView, visible};
 
-/// One row of the step and one KV head.
+/// A few consecutive rows of one sequence, and one KV head. The rows' query heads that share it
+/// are computed side by side; to each of them it makes no difference which others there are.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task<'a> {
     /// The whole pool.
@@ -17,12 +18,12 @@ pub(super) struct Task<'a> {
     pub(super) layer: u32,
     /// The KV head.
     pub(super) head: u32,
-    /// Visible are `0..sinks` and `from..end`.
-    pub(super) sinks: u32,
-    /// See `sinks`.
-    pub(super) from: u32,
-    /// See `sinks`; the row's own position + 1.
-    pub(super) end: u32,
+    /// Rows, at least one.
+    pub(super) rows: usize,
+    /// The position of the first row in the sequence.
+    pub(super) position: u32,
+    /// Keys a row may see, itself included; 0 = all.
+    pub(super) window: u32,
     /// Query heads that share the KV head.
     pub(super) group: usize,
     /// Elements of a vector, padded to whole lines.
@@ -34,36 +35,60 @@ pub(super) struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// The visible positions in `start..end`: two ranges, either may be empty.
-    pub(super) fn visible_in(&self, start: u32, end: u32) -> [(u32, u32); 2] {
-        let clip = |from: u32, to: u32| (from.max(start), to.min(end));
-        [clip(0, self.sinks), clip(self.from, self.end)]
+    /// Query heads of all rows.
+    pub(super) fn heads(&self) -> usize {
+        self.rows * self.group
     }
 
-    /// Whether any position in `start..end` is visible.
+    /// The positions that a row sees: the sinks, and the rest.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "rows of one sequence")]
+    pub(super) fn seen_by(&self, row: usize) -> [(u32, u32); 2] {
+        let position = self.position + row as u32;
+        let (sinks, from) = visible(position, self.window, self.view.layout.sink_tokens);
+        [(0, sinks), (from, position + 1)]
+    }
+
+    /// The positions that any row sees. The first one sees farthest back, the last one farthest
+    /// ahead, and each begins where those before it see something.
+    #[inline(always)]
+    pub(super) fn seen(&self) -> [(u32, u32); 2] {
+        let [sinks, (from, _)] = self.seen_by(0);
+        [sinks, (from, self.end())]
+    }
+
+    /// The end of what any row sees.
+    #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "rows of one sequence")]
+    pub(super) fn end(&self) -> u32 {
+        self.position + self.rows as u32
+    }
+
+    /// Whether any row sees a position in `start..end`.
     pub(super) fn sees(&self, start: u32, end: u32) -> bool {
-        self.visible_in(start, end).iter().any(|(from, to)| from < to)
+        self.seen().iter().any(|(from, to)| *from.max(&start) < *to.min(&end))
     }
 }
 
-/// The running state of some of a row's keys: what is kept of a split, and what splits are
-/// combined into.
+/// The running state of some of the keys, for each query head of a task: what is kept of a split,
+/// and what splits are combined into.
 #[derive(Debug)]
 pub(super) struct Partial<'a> {
-    /// Largest score so far; -∞ before the first. `[group, padded to lanes]`
+    /// Largest score so far; -∞ before the first. `[heads, padded to lanes]`
     pub(super) max: &'a mut [f32],
-    /// Sum of e^(score - max). `[group, padded to lanes]`
+    /// Sum of e^(score - max). `[heads, padded to lanes]`
     pub(super) sum: &'a mut [f32],
-    /// Sum of e^(score - max) · v. `[group, padded_dim]`
+    /// Sum of e^(score - max) · v. `[heads, padded_dim]`
     pub(super) acc: &'a mut [f32],
 }
 
 impl<'a> Partial<'a> {
-    /// Cuts memory of `CpuWorkspace::partial_len` numbers into its parts.
-    pub(super) fn new(memory: &'a mut [f32], group: usize) -> Self {
-        let heads = group.next_multiple_of(WIDTH);
-        let (max, rest) = memory.split_at_mut(heads);
-        let (sum, acc) = rest.split_at_mut(heads);
+    /// Cuts memory of at least `CpuWorkspace::partial_len(heads)` numbers into its parts.
+    pub(super) fn new(memory: &'a mut [f32], heads: usize, padded_dim: usize) -> Self {
+        let padded = heads.next_multiple_of(WIDTH);
+        let (max, rest) = memory.split_at_mut(padded);
+        let (sum, rest) = rest.split_at_mut(padded);
+        let acc = &mut rest[..heads * padded_dim];
         Self { max, sum, acc }
     }
 
@@ -83,6 +108,11 @@ impl<'a> Partial<'a> {
     pub(super) fn merge(&mut self, part: &Partial<'_>, padded_dim: usize) {
         let vectors = self.acc.chunks_exact_mut(padded_dim).zip(part.acc.chunks_exact(padded_dim));
         for (g, (acc, added)) in vectors.enumerate() {
+            // Nothing seen: even the sign of a zero is to stay as it is, as if the part were not
+            // there at all.
+            if part.max[g] == f32::NEG_INFINITY && part.sum[g] == 0.0 {
+                continue;
+            }
             let max = self.max[g].max(part.max[g]);
             let base = finite_base(max);
             let keep = exp::<false>(self.max[g] - base);
@@ -112,17 +142,23 @@ pub(super) struct Split<'a, 'b> {
     pub(super) start: u32,
     /// Its end.
     pub(super) end: u32,
-    /// The group's queries. `[group, padded_dim]`, zeros in the padding
+    /// Whether the split behind it is computed next, so that its first keys are worth asking for.
+    pub(super) goes_on: bool,
+    /// The queries. `[heads, padded_dim]`, zeros in the padding
     pub(super) q: &'b [f32],
-    /// For the scores of a tile, then its weights. `[group, TILE_TOKENS]`
+    /// For queries in another form. `[CpuWorkspace::coded_len]`
+    pub(super) coded: &'b mut [f32],
+    /// For the scores of a tile, then its weights. `[heads, TILE_TOKENS]`
     pub(super) scores: &'b mut [f32],
+    /// For weights in another form. `[CpuWorkspace::weights_len]`
+    pub(super) weights: &'b mut [f32],
     /// For the scales of a tile's K vectors, and of its V vectors. `[2, TILE_TOKENS]`
     pub(super) row_scales: &'b mut [f32],
     /// Where the result goes; whatever it held is lost.
     pub(super) part: Partial<'b>,
 }
 
-/// Fills in a group's queries as f32. `from` is the index of the first element of the first.
+/// Fills in queries as f32. `from` is the index of the first element of the first.
 pub(super) fn load_queries(
     q: &TensorRef<'_>,
     from: usize,

@@ -4,3 +4,5 @@ mod bitwise;
 mod edges;
 mod rig;
 mod values;
+#[cfg(target_arch = "x86_64")]
+mod wide;

@@ -1,6 +1,6 @@
-//! Where the visible keys of a tile lie: from here on nothing knows of modes and blocks.
+//! Where the keys of a tile lie: from here on nothing knows of modes and blocks.
 
-use super::lanes::Isa;
+use super::lanes::{Isa, WIDTH};
 use super::task::Task;
 use crate::config::ScaleKind;
 use crate::plan::{E8M8, Kv, SCALE_BYTES, TILE_TOKENS};
@@ -8,15 +8,27 @@ use crate::plan::{E8M8, Kv, SCALE_BYTES, TILE_TOKENS};
 /// Keys of a tile, at most.
 pub(super) const TILE: usize = TILE_TOKENS as usize;
 
-/// The scores of a tile of one query head.
+/// Keys that are looked at together.
+pub(super) const QUAD: usize = 4;
+
+/// Keys whose scales are read together: no block is smaller.
+const OCTET: usize = 8;
+
+/// One number for each key of a tile.
 pub(super) type TileRow = [f32; TILE];
 
-/// Where a tile's visible keys lie.
+/// Keys `.0` to `.1`, the end excluded, of a tile.
+pub(super) type Keys = (usize, usize);
+
+/// The positions `start..start + TILE` (fewer at the end of a sequence). A key's number is its
+/// position less `start`, whatever is visible of the tile.
 #[derive(Debug)]
 pub(super) struct Tile<'a> {
     pool: &'a [u8],
-    /// Visible keys.
-    pub(super) keys: usize,
+    /// First position.
+    pub(super) start: u32,
+    /// The keys that any row of the task sees, in ascending order; either range may be empty.
+    pub(super) seen: [Keys; 2],
     /// Bytes of one vector.
     pub(super) row_bytes: usize,
     /// Whether scales lie in the block.
@@ -24,11 +36,12 @@ pub(super) struct Tile<'a> {
     /// Bytes from a K vector to its V vector.
     to_v: usize,
     /// Bytes from a K vector's scales to its V vector's.
-    pub(super) scale_to_v: usize,
-    /// Byte offset of each key's vector, in ascending position. `[keys]`
+    scale_to_v: usize,
+    /// Byte offset of each key's K vector. Where a key is not seen this is what it was before.
+    /// Of every entry `at`, seen or not, `at + to_v + row_bytes` is at most `pool.len()`.
     at: [usize; TILE],
-    /// Byte offset of the vector's scales. `[keys]`
-    pub(super) scale_at: [usize; TILE],
+    /// Byte offset of the K vector's scales, for keys that are seen.
+    scale_at: [usize; TILE],
 }
 
 /// An offset in the pool as an index. The pool is one slice, so an offset that does not fit
@@ -39,102 +52,270 @@ fn index(offset: u64) -> usize {
 }
 
 impl<'a> Tile<'a> {
+    /// A tile of no keys.
+    ///
+    /// # Panics
+    /// When not even one vector fits in the pool.
     pub(super) fn new(task: &Task<'a>) -> Self {
         let layout = task.view.layout;
         let row = |kv| layout.row(0, task.layer, kv, task.head, 0);
         let scale = |kv| layout.scales(0, task.layer, kv, task.head, 0);
+        let row_bytes = index(layout.row_bytes());
+        let to_v = index(row(Kv::V) - row(Kv::K));
+        assert!(row_bytes <= task.pool.len().saturating_sub(to_v), "a vector");
         Self {
             pool: task.pool,
-            keys: 0,
-            row_bytes: index(layout.row_bytes()),
+            start: 0,
+            seen: [(0, 0); 2],
+            row_bytes,
             scaled: layout.scales_per_row > 0,
-            to_v: index(row(Kv::V) - row(Kv::K)),
+            to_v,
             scale_to_v: index(scale(Kv::V) - scale(Kv::K)),
             at: [0; TILE],
             scale_at: [0; TILE],
         }
     }
 
-    /// Lists the visible keys of the tile `start..end`.
+    /// Finds the keys of the tile `start..end` that any row sees.
+    ///
+    /// # Panics
+    /// When one of them does not lie in the pool.
     pub(super) fn locate(&mut self, task: &Task<'a>, start: u32, end: u32) {
         let layout = task.view.layout;
         let scale_bytes = (layout.scales_per_row * SCALE_BYTES) as usize;
-        self.keys = 0;
-        for (mut position, to) in task.visible_in(start, end) {
-            while position < to {
-                let run = task.view.run(position, to);
+        let room = self.pool.len() - self.to_v;
+        self.start = start;
+        self.seen = task.seen().map(|range| keys(range, start, end));
+        for (from, to) in self.seen {
+            let mut key = from;
+            while key < to {
+                #[expect(clippy::cast_possible_truncation, reason = "at most 64")]
+                let position = start + key as u32;
+                let run = task.view.run(position, end) as usize;
+                let run = run.min(to - key);
                 let (unit, token) = task.view.place(position);
                 let at = index(layout.row(unit, task.layer, Kv::K, task.head, token));
-                let scale_at = index(layout.scales(unit, task.layer, Kv::K, task.head, token));
-                let places = self.keys..self.keys + run as usize;
-                for (i, key) in places.clone().enumerate() {
-                    self.at[key] = at + i * self.row_bytes;
-                    self.scale_at[key] = scale_at + i * scale_bytes;
+                let bytes = run * self.row_bytes;
+                assert!(at <= room && bytes <= room - at, "keys in the pool");
+                for (i, place) in self.at[key..key + run].iter_mut().enumerate() {
+                    *place = at + i * self.row_bytes;
                 }
-                self.keys = places.end;
-                position += run;
+                if self.scaled {
+                    let at = index(layout.scales(unit, task.layer, Kv::K, task.head, token));
+                    for (i, place) in self.scale_at[key..key + run].iter_mut().enumerate() {
+                        *place = at + i * scale_bytes;
+                    }
+                }
+                key += run;
             }
         }
     }
 
-    /// The K vector of a key.
-    #[inline(always)]
-    pub(super) fn k(&self, key: usize) -> &'a [u8] {
-        &self.pool[self.at[key]..][..self.row_bytes]
+    /// The keys of the tile that one row sees.
+    pub(super) fn seen_by(&self, task: &Task<'_>, row: usize) -> [Keys; 2] {
+        let end = self.start.saturating_add(TILE_TOKENS);
+        task.seen_by(row).map(|range| keys(range, self.start, end))
     }
 
-    /// The V vector of a key.
+    /// The quads in which there are keys that are seen: two ranges that do not overlap.
+    pub(super) fn quads(&self) -> [Keys; 2] {
+        let [first, second] = self
+            .seen
+            .map(|(from, to)| if from < to { (from / QUAD, to.div_ceil(QUAD)) } else { (0, 0) });
+        [first, (second.0.max(first.1).min(second.1), second.1)]
+    }
+
+    /// The K vector of a key; of one that is not seen, bytes of the pool that mean nothing.
+    #[inline(always)]
+    pub(super) fn k(&self, key: usize) -> &'a [u8] {
+        let at = self.at[key];
+        // SAFETY: `at + to_v + row_bytes` is at most `pool.len()` for every entry of `self.at`:
+        // `new` checks it for 0, which they begin as, and `locate` for what it writes.
+        unsafe { self.pool.get_unchecked(at..at + self.row_bytes) }
+    }
+
+    /// The V vector of a key; of one that is not seen, bytes of the pool that mean nothing.
     #[inline(always)]
     pub(super) fn v(&self, key: usize) -> &'a [u8] {
-        &self.pool[self.at[key] + self.to_v..][..self.row_bytes]
+        let at = self.at[key] + self.to_v;
+        // SAFETY: as in `k`.
+        unsafe { self.pool.get_unchecked(at..at + self.row_bytes) }
+    }
+
+    /// Scale `i` of a key's K vector.
+    #[inline(always)]
+    pub(super) fn k_scale(&self, key: usize, i: usize) -> f32 {
+        self.scale(self.scale_at[key], i)
+    }
+
+    /// Scale `i` of a key's V vector.
+    #[inline(always)]
+    pub(super) fn v_scale(&self, key: usize, i: usize) -> f32 {
+        self.scale(self.scale_at[key] + self.scale_to_v, i)
     }
 
     /// Scale `i` behind byte `at`.
     #[inline(always)]
-    pub(super) fn scale(&self, at: usize, i: usize) -> f32 {
+    fn scale(&self, at: usize, i: usize) -> f32 {
         let at = at + i * SCALE_BYTES as usize;
         E8M8(u16::from_le_bytes([self.pool[at], self.pool[at + 1]])).to_f32()
     }
 
-    /// Asks for a key's K vector before it is needed. The hardware follows long runs by itself;
-    /// blocks in no order it cannot.
+    /// Asks for the V vectors of a quad before they are needed.
     #[inline(always)]
-    pub(super) fn prefetch_k<I: Isa>(&self, isa: I, key: usize) {
-        if key < self.keys {
-            prefetch(isa, self.k(key));
-            // Eight keys' scales fit in a cache line, and eight keys are the smallest block.
-            if key.is_multiple_of(8) && self.scaled {
-                isa.prefetch(&self.pool[self.scale_at[key]]);
-                isa.prefetch(&self.pool[self.scale_at[key] + self.scale_to_v]);
-            }
+    pub(super) fn prefetch_v<I: Isa>(&self, isa: I, quad: usize) {
+        let key = quad * QUAD;
+        if self.is_near(key) {
+            self.prefetch(isa, self.at[key] + self.to_v, QUAD * self.row_bytes);
         }
     }
 
-    /// The same for its V vector.
+    /// Asks for the cache lines of `bytes` bytes. No block ends inside a quad; where a ring does,
+    /// the wrong bytes are asked for, which is harmless.
     #[inline(always)]
-    pub(super) fn prefetch_v<I: Isa>(&self, isa: I, key: usize) {
-        if key < self.keys {
-            prefetch(isa, self.v(key));
+    fn prefetch<I: Isa>(&self, isa: I, from: usize, bytes: usize) {
+        let first = self.pool.as_ptr().wrapping_add(from);
+        let mut at = 0;
+        while at < bytes {
+            isa.prefetch(first.wrapping_add(at));
+            at += CACHE_LINE;
         }
     }
 
-    /// The scales of whole vectors, K's and V's; 1 where there are none, and for no key.
+    /// Whether a key is worth asking for.
+    #[inline(always)]
+    fn is_near(&self, key: usize) -> bool {
+        self.seen[1].0 <= key && key < self.seen[1].1
+    }
+
+    /// The scales of whole vectors, K's and V's; 1 where there are none, and for keys that are
+    /// not seen.
     #[inline(always)]
     pub(super) fn row_scales(&self, task: &Task<'_>, k: &mut TileRow, v: &mut TileRow) {
-        k.fill(1.0);
-        v.fill(1.0);
         match task.view.layout.format.scale {
             Some(ScaleKind::PerTokenHead) => {
-                for key in 0..self.keys {
-                    k[key] = self.scale(self.scale_at[key], 0);
-                    v[key] = self.scale(self.scale_at[key] + self.scale_to_v, 0);
+                k.fill(1.0);
+                v.fill(1.0);
+                for (from, to) in self.seen {
+                    self.read_scales(0, from, to, k);
+                    self.read_scales(self.scale_to_v, from, to, v);
                 }
             }
             Some(ScaleKind::PerTensor) => {
-                k[..self.keys].fill(task.scales.k);
-                v[..self.keys].fill(task.scales.v);
+                k.fill(task.scales.k);
+                v.fill(task.scales.v);
             }
-            Some(ScaleKind::PerGroup32) | None => {}
+            Some(ScaleKind::PerGroup32) | None => {
+                k.fill(1.0);
+                v.fill(1.0);
+            }
+        }
+    }
+
+    /// The scales of every 32 elements of a key's V vector, or of its K vector. `out`: `[groups]`
+    #[inline(always)]
+    pub(super) fn group_scales(&self, of_v: bool, key: usize, out: &mut [TileRow]) {
+        for (i, out) in out.iter_mut().enumerate() {
+            out[key] = if of_v { self.v_scale(key, i) } else { self.k_scale(key, i) };
+        }
+    }
+
+    /// The bytes of the scales of eight keys that are seen, if these are `N` in a row.
+    #[inline(always)]
+    pub(super) fn octet_scales<const N: usize>(&self, of_v: bool, key: usize) -> Option<&[u8; N]> {
+        let offset = if of_v { self.scale_to_v } else { 0 };
+        let (first, last) = (self.scale_at[key], self.scale_at[key + OCTET - 1]);
+        if last != first + N / OCTET * (OCTET - 1) {
+            return None;
+        }
+        self.pool[first + offset..].first_chunk()
+    }
+
+    /// The only scale of each of the keys `from..to`, `offset` bytes behind the K vector's.
+    #[inline(always)]
+    fn read_scales(&self, offset: usize, from: usize, to: usize, out: &mut TileRow) {
+        let mut key = from;
+        while key < to {
+            let at = self.scale_at[key] + offset;
+            let last = key + OCTET - 1;
+            if last < to && self.scale_at[last] + offset == at + 2 * (OCTET - 1) {
+                let bytes = self.pool[at..at + 2 * OCTET].as_chunks::<2>().0;
+                for (out, bytes) in out[key..=last].iter_mut().zip(bytes) {
+                    *out = E8M8(u16::from_le_bytes(*bytes)).to_f32();
+                }
+                key += OCTET;
+            } else {
+                out[key] = self.scale(at, 0);
+                key += 1;
+            }
+        }
+    }
+}
+
+/// Asks for the K vectors and the scales of a tile, bit by bit in ascending order, while the one
+/// before it is computed. The hardware follows long runs by itself, but not fast enough, and blocks
+/// in no order not at all; and it has room for so few requests at a time that they are best spread
+/// over all of the work that goes on meanwhile.
+#[derive(Debug)]
+pub(super) struct Ahead<'t, 'a> {
+    tile: &'t Tile<'a>,
+    /// The quad under way.
+    quad: usize,
+    /// Bytes of it that have been asked for.
+    done: usize,
+    /// Bytes to ask for in a step.
+    step: usize,
+}
+
+impl<'t, 'a> Ahead<'t, 'a> {
+    /// For work that takes `passes` steps for each quad of a tile.
+    pub(super) fn new(tile: &'t Tile<'a>, passes: usize) -> Self {
+        let lines = (QUAD * tile.row_bytes).div_ceil(CACHE_LINE);
+        Self { tile, quad: 0, done: 0, step: lines.div_ceil(passes.max(1)) * CACHE_LINE }
+    }
+
+    /// Asks for a little more.
+    #[inline(always)]
+    pub(super) fn step<I: Isa>(&mut self, isa: I) {
+        let tile = self.tile;
+        let key = self.quad * QUAD;
+        if key >= TILE || !tile.is_near(key) {
+            self.quad += 1;
+            return;
+        }
+        tile.prefetch(isa, tile.at[key] + self.done, self.step);
+        // Eight keys' scales fit in a cache line.
+        if tile.scaled && self.done == 0 && key.is_multiple_of(OCTET) {
+            let at = tile.scale_at[key];
+            tile.prefetch(isa, at, 1);
+            tile.prefetch(isa, at + tile.scale_to_v, 1);
+        }
+        self.done += self.step;
+        if self.done >= QUAD * tile.row_bytes {
+            self.quad += 1;
+            self.done = 0;
+        }
+    }
+}
+
+/// The part of a range of positions that lies in the tile `start..end`, as keys.
+#[inline(always)]
+fn keys((from, to): (u32, u32), start: u32, end: u32) -> Keys {
+    let (from, to) = (from.max(start), to.min(end));
+    if from < to { ((from - start) as usize, (to - start) as usize) } else { (0, 0) }
+}
+
+/// Sets what is outside of two ascending ranges to -∞.
+#[inline(always)]
+pub(super) fn mask(row: &mut TileRow, seen: [Keys; 2]) {
+    let [first, second] = seen;
+    if second == (0, TILE) {
+        return;
+    }
+    for (key, score) in row.iter_mut().enumerate() {
+        let seen = (first.0 <= key && key < first.1) || (second.0 <= key && key < second.1);
+        if !seen {
+            *score = f32::NEG_INFINITY;
         }
     }
 }
@@ -142,10 +323,4 @@ impl<'a> Tile<'a> {
 /// Bytes of a cache line.
 const CACHE_LINE: usize = 64;
 
-/// Asks for all cache lines of a vector.
-#[inline(always)]
-fn prefetch<I: Isa>(isa: I, row: &[u8]) {
-    for line in row.chunks(CACHE_LINE) {
-        isa.prefetch(&line[0]);
-    }
-}
+const _: () = assert!(TILE.is_multiple_of(WIDTH) && TILE.is_multiple_of(OCTET));

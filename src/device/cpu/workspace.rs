@@ -33,7 +33,7 @@ impl Workspace {
             numbers.ok().and_then(|n| usize::try_from(n).ok()).ok_or(error)
         };
         let scratch_len = len(sizes.scratch_len())?;
-        let partial_len = len(sizes.partial_len())?;
+        let partial_len = len(sizes.partial_len(sizes.q_heads_per_kv_head.into()))?;
         let threads = sizes.threads as usize;
         let splits =
             len(Bytes(sizes.split_pairs()).try_mul(u64::from(sizes.max_splits)).map(Bytes::get))?;

@@ -2,15 +2,21 @@
 
 use std::arch::x86_64::*;
 
-use super::super::AppendCounts;
+use super::super::convert::Source;
+use super::super::quant::{Q_MAX, quantize_shared};
+use super::super::{AppendCounts, DType};
 use super::append::{AppendItem, AppendJob, store_item};
+use super::exp::{LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, P, ROUND};
 use super::fast::split;
 use super::kernel::Kernel;
 use super::lanes::{
-    Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line,
+    Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line, WIDTH,
 };
 use super::task::Split;
+use super::tile::TileRow;
+use super::vnni::{self, Vnni};
 use crate::config::{Format, ScaleKind};
+use crate::plan::E8M8;
 
 /// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +83,116 @@ macro_rules! sum_eight {
     }};
 }
 
+impl Avx512 {
+    /// The sums of sixteen vectors, in their order, each summed as `Isa::sum` does it: lanes 8
+    /// apart first, then 4, 2 and 1, with every addition working for as many vectors as it can.
+    #[inline(always)]
+    fn sum_sixteen(self, v: [[__m512; 4]; 4]) -> __m512 {
+        let a = [v[0][0], v[1][0], v[2][0], v[3][0]];
+        let b = [v[0][1], v[1][1], v[2][1], v[3][1]];
+        let c = [v[0][2], v[1][2], v[2][2], v[3][2]];
+        let d = [v[0][3], v[1][3], v[2][3], v[3][3]];
+        let ab = self.sums_two_apart(self.sums_four_apart(a), self.sums_four_apart(b));
+        let cd = self.sums_two_apart(self.sums_four_apart(c), self.sums_four_apart(d));
+        let even = op!(_mm512_shuffle_ps::<0x88>(ab, cd));
+        let odd = op!(_mm512_shuffle_ps::<0xDD>(ab, cd));
+        op!(_mm512_add_ps(even, odd))
+    }
+
+    /// `exp::exp` in every lane, to the bit.
+    #[inline(always)]
+    fn exp(self, x: __m512) -> __m512 {
+        let below = op!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, self.splat(LOWEST)));
+        let clamped = op!(_mm512_mask_mov_ps(x, below, self.splat(LOWEST)));
+        let shifted = self.fma(clamped, self.splat(LOG2_E), self.splat(ROUND));
+        let n = op!(_mm512_sub_ps(shifted, self.splat(ROUND)));
+        let r = self.fma(n, self.splat(-LN2_HIGH), clamped);
+        let r = self.fma(n, self.splat(-LN2_LOW), r);
+        let mut p = self.splat(P[0]);
+        for c in &P[1..] {
+            p = self.fma(p, r, self.splat(*c));
+        }
+        let y = self.fma(p, self.mul(r, r), r);
+        let y = op!(_mm512_add_ps(y, self.splat(1.0)));
+        let power = op!(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted)));
+        let power = op!(_mm512_add_epi32(power, _mm512_set1_epi32(127 << 23)));
+        let above = !below;
+        op!(_mm512_maskz_mul_ps(above, y, _mm512_castsi512_ps(power)))
+    }
+
+    /// Sixteen elements of a tensor as f32.
+    #[inline(always)]
+    fn widen<S: Source>(self, x: &[S; WIDTH]) -> __m512 {
+        let from = x.as_ptr();
+        match S::DTYPE {
+            // SAFETY: the type says that these are 64 bytes; any 64 bytes are sixteen f32.
+            DType::F32 => self.widen_f32(unsafe { &*from.cast() }),
+            // SAFETY: the type says that these are 32 bytes.
+            DType::F16 => self.widen_f16(unsafe { &*from.cast() }),
+            // SAFETY: the type says that these are 32 bytes.
+            DType::Bf16 => self.widen_bf16(unsafe { &*from.cast() }),
+        }
+    }
+
+    /// The largest magnitude of some elements, infinity and NaN counted as larger than all others.
+    #[inline(always)]
+    fn largest<S: Source>(self, x: &[[S; WIDTH]]) -> f32 {
+        // Magnitudes are ordered as their bits are, in all formats.
+        if let DType::F16 | DType::Bf16 = S::DTYPE {
+            let magnitude = op!(_mm256_set1_epi16(0x7FFF));
+            let mut largest = op!(_mm256_setzero_si256());
+            for x in x {
+                let from: *const __m256i = x.as_ptr().cast();
+                // SAFETY: sixteen elements of two bytes; the load asks for no alignment.
+                let bits = unsafe { _mm256_loadu_si256(from) };
+                let bits = op!(_mm256_and_si256(bits, magnitude));
+                largest = op!(_mm256_max_epu16(largest, bits));
+            }
+            let high = op!(_mm256_extracti128_si256::<1>(largest));
+            let eight = op!(_mm_max_epu16(_mm256_castsi256_si128(largest), high));
+            // There is an instruction for the smallest of eight, and none for the largest.
+            let ones = op!(_mm_set1_epi16(-1));
+            let smallest = op!(_mm_minpos_epu16(_mm_xor_si128(eight, ones)));
+            let largest = op!(_mm_xor_si128(smallest, ones));
+            return match S::DTYPE {
+                DType::F16 => op!(_mm_cvtss_f32(_mm_cvtph_ps(largest))),
+                _ => f32::from_bits(op!(_mm_cvtsi128_si32(largest)).cast_unsigned() << 16),
+            };
+        }
+        let magnitude = op!(_mm512_set1_epi32(0x7FFF_FFFF));
+        let mut largest = op!(_mm512_setzero_si512());
+        for x in x {
+            let bits = op!(_mm512_castps_si512(self.widen(x)));
+            let bits = op!(_mm512_and_si512(bits, magnitude));
+            largest = op!(_mm512_max_epu32(largest, bits));
+        }
+        f32::from_bits(op!(_mm512_reduce_max_epu32(largest)))
+    }
+
+    /// Of four vectors, lanes 8 apart and then 4: four lanes of each.
+    #[inline(always)]
+    fn sums_four_apart(self, v: [__m512; 4]) -> __m512 {
+        let low = op!(_mm512_shuffle_f32x4::<0x44>(v[0], v[1]));
+        let high = op!(_mm512_shuffle_f32x4::<0xEE>(v[0], v[1]));
+        let ab = op!(_mm512_add_ps(low, high));
+        let low = op!(_mm512_shuffle_f32x4::<0x44>(v[2], v[3]));
+        let high = op!(_mm512_shuffle_f32x4::<0xEE>(v[2], v[3]));
+        let cd = op!(_mm512_add_ps(low, high));
+        let low = op!(_mm512_shuffle_f32x4::<0x88>(ab, cd));
+        let high = op!(_mm512_shuffle_f32x4::<0xDD>(ab, cd));
+        op!(_mm512_add_ps(low, high))
+    }
+
+    /// Of every four lanes of two vectors, those 2 apart.
+    #[inline(always)]
+    fn sums_two_apart(self, a: __m512, b: __m512) -> __m512 {
+        let (a, b) = (op!(_mm512_castps_pd(a)), op!(_mm512_castps_pd(b)));
+        let low = op!(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)));
+        let high = op!(_mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        op!(_mm512_add_ps(low, high))
+    }
+}
+
 impl Isa for Avx2 {
     type V = (__m256, __m256);
     const FMA: bool = true;
@@ -117,8 +233,9 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(self, byte: &u8) {
-        memory_op!(_mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()));
+    fn prefetch(self, byte: *const u8) {
+        // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(byte.cast()) };
     }
 
     #[inline(always)]
@@ -195,8 +312,86 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
-    fn prefetch(self, byte: &u8) {
-        memory_op!(_mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(byte).cast()));
+    fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
+        let (lines, rest) = x.as_chunks::<WIDTH>();
+        let largest = self.largest(lines);
+        let stored = E8M8::round_up(largest / Q_MAX);
+        let scale = stored.to_f32();
+        // NaN and infinity, vectors that are no whole lines, zeros, and scales for which the
+        // products below could leave the range of normal numbers.
+        if !largest.is_finite() || !rest.is_empty() || !(1e-18..1e18).contains(&scale) {
+            return quantize_shared(x, q, counts);
+        }
+        // The correctly rounded quotient by Markstein's method, in a third of a division's time:
+        // the reciprocal is correctly rounded, the remainder exact. (For an exact tie, which is
+        // all that matters to the integer, it is so whatever the first estimate.)
+        let inverse = self.splat(1.0 / scale);
+        let minus_scale = self.splat(-scale);
+        for (x, q) in lines.iter().zip(q.as_chunks_mut::<WIDTH>().0) {
+            let x = self.widen(x);
+            let estimate = self.mul(x, inverse);
+            let remainder = self.fma(estimate, minus_scale, x);
+            let quotient = self.fma(remainder, inverse, estimate);
+            let integers = op!(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(quotient)));
+            memory_op!(_mm_storeu_si128(q.as_mut_ptr().cast(), integers));
+        }
+        stored
+    }
+
+    #[inline(always)]
+    fn scale_scores(self, row: &mut TileRow, scales: &TileRow, scale: f32) -> f32 {
+        let scale = self.splat(scale);
+        let mut maxima = self.splat(f32::NEG_INFINITY);
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            let scores = self.mul(self.mul(self.load(line), self.load(scales)), scale);
+            // The second operand where one is NaN.
+            maxima = op!(_mm512_max_ps(scores, maxima));
+            self.store(scores, line);
+        }
+        op!(_mm512_reduce_max_ps(maxima))
+    }
+
+    #[inline(always)]
+    fn exp_scores(self, row: &mut TileRow, scales: &TileRow, base: f32) -> f32 {
+        let base = self.splat(base);
+        let mut sums = self.splat(0.0);
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            let weights = self.exp(op!(_mm512_sub_ps(self.load(line), base)));
+            sums = op!(_mm512_add_ps(sums, weights));
+            self.store(self.mul(weights, self.load(scales)), line);
+        }
+        self.sum(sums)
+    }
+
+    #[inline(always)]
+    fn sums<const K: usize, const G: usize>(self, v: [[__m512; K]; G]) -> [[f32; K]; G] {
+        let mut sums = [[0.0; K]; G];
+        if K != 4 || G > 4 {
+            for (sums, v) in sums.iter_mut().zip(v) {
+                for (sum, v) in sums.iter_mut().zip(v) {
+                    *sum = self.sum(v);
+                }
+            }
+            return sums;
+        }
+        let mut all = [[self.splat(0.0); 4]; 4];
+        for (all, v) in all.iter_mut().zip(v) {
+            all[..K].copy_from_slice(&v);
+        }
+        let mut line = [0.0; WIDTH];
+        self.store(self.sum_sixteen(all), &mut line);
+        for (sums, four) in sums.iter_mut().zip(line.as_chunks::<4>().0) {
+            sums.copy_from_slice(&four[..K]);
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn prefetch(self, byte: *const u8) {
+        // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(byte.cast()) };
     }
 
     #[inline(always)]
@@ -231,8 +426,8 @@ macro_rules! kernel {
         }
 
         #[target_feature(enable = $features)]
-        fn $store(job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
-            store_item(job, item)
+        fn $store(isa: $isa, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
+            store_item(isa, job, item)
         }
 
         impl Kernel for $isa {
@@ -255,10 +450,34 @@ macro_rules! kernel {
 
             fn append(&self, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
                 // SAFETY: `self` exists only on a CPU that has the features (`detect`).
-                unsafe { $store(job, item) }
+                unsafe { $store(*self, job, item) }
             }
         }
     };
+}
+
+impl Kernel for Vnni {
+    fn name(&self) -> &'static str {
+        "avx512+vnni"
+    }
+
+    fn split(&self, work: &mut Split<'_, '_>) {
+        let layout = work.task.view.layout;
+        if layout.format.element != Format::Int8 || !Self::takes(layout) {
+            return self.plain().split(work);
+        }
+        let split = if layout.format.scale == Some(ScaleKind::PerGroup32) {
+            vnni::split::<true>
+        } else {
+            vnni::split::<false>
+        };
+        // SAFETY: `self` exists only on a CPU that has the features (`detect`).
+        unsafe { split(*self, work) }
+    }
+
+    fn append(&self, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
+        self.plain().append(job, item)
+    }
 }
 
 kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, store_avx2);

@@ -1,7 +1,7 @@
 //! One answer (P5): the same bits in every arrangement.
 
 use super::rig::{Answer, FORMATS, Params, Rig, SLOTS, kernels};
-use crate::config::{CacheMode, KernelChoice};
+use crate::config::{CacheMode, KernelChoice, ScaleKind};
 
 const LEN: u32 = 1100;
 const KEY: u32 = 5;
@@ -63,6 +63,54 @@ fn token_by_token_changes_no_bit() {
                 lse.extend(answer.lse);
             }
             assert!(Answer { out, lse }.bits() == prefill, "{params:?}");
+        }
+    }
+}
+
+#[test]
+fn rows_at_once_change_no_bit() {
+    // Prefills of all at once, in chunks, and with few and many threads, which make blocks of
+    // different heights; heads that fill lines and blocks and some that do not.
+    let shapes = [(1, 64), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (40, 64)];
+    for kernel in kernels() {
+        for (i, (group, head_dim)) in shapes.into_iter().enumerate() {
+            for (j, format) in FORMATS.into_iter().enumerate() {
+                if format.1 == Some(ScaleKind::PerGroup32) && head_dim % 32 != 0 {
+                    continue;
+                }
+                let (window, sinks) = [(0, 0), (9, 2), (90, 0), (100, 7)][(i + j) % 4];
+                let params = Params {
+                    mode: CacheMode::Paged,
+                    kernel,
+                    format,
+                    group,
+                    head_dim,
+                    window,
+                    sinks,
+                    ..Params::default()
+                };
+                let answer = |threads, chunk| {
+                    let mut rig = Rig::new(Params { threads, ..params });
+                    rig.begin(SLOT, KEY);
+                    rig.append(SLOT, 470, u32::MAX);
+                    let (mut out, mut lse) = (Vec::new(), Vec::new());
+                    for _ in 0..90 / chunk {
+                        rig.append(SLOT, chunk, chunk);
+                        let answer = rig.attend(&[(SLOT, chunk)]);
+                        out.extend(answer.out);
+                        lse.extend(answer.lse);
+                    }
+                    Answer { out, lse }.bits()
+                };
+                let expected = answer(1, 1);
+                for (threads, chunk) in [(1, 90), (1, 45), (3, 90), (2, 9), (1, 9), (4, 2)] {
+                    // No step is longer than a window.
+                    if window > 0 && chunk > window {
+                        continue;
+                    }
+                    assert!(answer(threads, chunk) == expected, "{params:?} {chunk}");
+                }
+            }
         }
     }
 }

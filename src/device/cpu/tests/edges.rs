@@ -58,7 +58,9 @@ fn edge_48_scores_of_minus_infinity_are_left_out() {
 
 #[test]
 fn edge_48_a_nan_query_spoils_its_own_row_only() {
-    for kernel in all_kernels() {
+    for (kernel, format) in
+        all_kernels().into_iter().flat_map(|kernel| FORMATS.map(|format| (kernel, format)))
+    {
         let clean = |what, key, position, i| value(what, key, position, i);
         let spoilt = |what, key, position, i| {
             if what == 2 && position == 598 && i == 3 {
@@ -68,7 +70,7 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
             }
         };
         let answer = |values| {
-            let mut rig = Rig::new(Params { kernel, ..Params::default() });
+            let mut rig = Rig::new(Params { kernel, format, ..Params::default() });
             rig.values = values;
             rig.begin(0, 1);
             rig.append(0, 600, u32::MAX);
@@ -81,12 +83,45 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
         {
             // Row 1 of 3 with 6 heads each; its first head has the NaN.
             if head == 6 {
-                assert!(got.iter().all(|x| x.is_nan()), "{kernel:?}");
+                assert!(got.iter().all(|x| x.is_nan()), "{kernel:?} {format:?}");
             } else {
-                assert!(got == expected, "{kernel:?} {head}");
+                assert!(got == expected, "{kernel:?} {format:?} {head}");
             }
         }
         assert!(got.lse[6].is_nan());
+    }
+}
+
+#[test]
+fn edge_48_a_nan_value_spoils_the_rows_that_see_it_only() {
+    // A token of NaN and infinity in the middle of rows that are computed together.
+    let spoilt = |what, key, position, i| match (what, position) {
+        (1, 590) => f32::NAN,
+        (1, 595) => f32::INFINITY,
+        _ => value(what, key, position, i),
+    };
+    for (kernel, window) in kernels().into_iter().flat_map(|k| [(k, 0), (k, 20)]) {
+        for group in [1, 3, 4] {
+            let answer = |values| {
+                let mut rig = Rig::new(Params { kernel, window, group, ..Params::default() });
+                rig.values = values;
+                rig.begin(0, 1);
+                rig.append(0, 580, u32::MAX);
+                rig.append(0, 20, u32::MAX);
+                rig.attend(&[(0, 20)]).out
+            };
+            let (clean, got) = (answer(value as _), answer(spoilt));
+            let per_row = clean.len() / 20;
+            let rows = got.chunks(per_row).zip(clean.chunks(per_row));
+            for (position, (got, clean)) in (580..600).zip(rows) {
+                let sees = |token| token <= position && (window == 0 || token + window > position);
+                if sees(590) || sees(595) {
+                    assert!(got.iter().all(|x| !x.is_finite()), "{kernel:?} {position}");
+                } else {
+                    assert!(got == clean, "{kernel:?} {window} {group} {position}");
+                }
+            }
+        }
     }
 }
 

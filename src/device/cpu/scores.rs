@@ -1,0 +1,137 @@
+//! q·k of a tile in f32 lanes.
+//!
+//! A score is summed in 16 lanes over the elements, and the lanes in a fixed tree, whichever
+//! other heads and keys are computed beside it.
+
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops over constant bounds index register arrays; this is the form that unrolls"
+)]
+
+use super::lanes::{Element, Isa, Line};
+use super::tile::{QUAD, Tile, TileRow};
+
+/// q·k of all heads with all keys of the tile, in whole quads: what is computed for keys that are
+/// not seen means nothing.
+#[inline(always)]
+pub(super) fn all_scores<I: Isa, E: Element>(
+    isa: I,
+    tile: &Tile<'_>,
+    q: &[Line],
+    lines: usize,
+    scores: &mut [TileRow],
+) {
+    let heads = scores.len();
+    let mut g = 0;
+    while heads - g >= 4 {
+        let (q, scores) = (&q[g * lines..], &mut scores[g..]);
+        if I::WIDE {
+            scores_of::<I, E, 4, 4>(isa, tile, q, lines, scores, g == 0);
+        } else {
+            scores_of::<I, E, 4, 1>(isa, tile, q, lines, scores, g == 0);
+        }
+        g += 4;
+    }
+    while heads - g >= 2 {
+        let (q, scores) = (&q[g * lines..], &mut scores[g..]);
+        if I::WIDE {
+            scores_of::<I, E, 2, 4>(isa, tile, q, lines, scores, g == 0);
+        } else {
+            scores_of::<I, E, 2, 2>(isa, tile, q, lines, scores, g == 0);
+        }
+        g += 2;
+    }
+    if heads > g {
+        let (q, scores) = (&q[g * lines..], &mut scores[g..]);
+        scores_of::<I, E, 1, 4>(isa, tile, q, lines, scores, g == 0);
+    }
+}
+
+/// q·k of `G` heads with all keys of the tile, `K` keys at a time.
+#[inline(always)]
+fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    q: &[Line],
+    lines: usize,
+    scores: &mut [TileRow],
+    prefetch: bool,
+) {
+    let mut heads: [&[Line]; G] = [&[]; G];
+    for g in 0..G {
+        heads[g] = &q[g * lines..][..lines];
+    }
+    let scores = &mut scores[..G];
+    for (from, to) in tile.quads() {
+        for quad in from..to {
+            let key = quad * QUAD;
+            if prefetch {
+                // The tile's values, which are next.
+                tile.prefetch_v(isa, quad);
+            }
+            for key in (key..key + QUAD).step_by(K) {
+                let sums = products::<I, E, G, K>(isa, tile, key, &heads);
+                for g in 0..G {
+                    scores[g][key..key + K].copy_from_slice(&sums[g]);
+                }
+            }
+        }
+    }
+}
+
+/// q·k of `G` heads with `K` keys.
+#[inline(always)]
+fn products<I: Isa, E: Element, const G: usize, const K: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    key: usize,
+    heads: &[&[Line]; G],
+) -> [[f32; K]; G] {
+    let mut rows: [&[E::Chunk]; K] = [&[]; K];
+    let mut rests: [&[u8]; K] = [&[]; K];
+    for k in 0..K {
+        (rows[k], rests[k]) = E::chunks(tile.k(key + k));
+    }
+    let whole = rows[0].len();
+    let mut heads = *heads;
+    let mut tails: [&[Line]; G] = [&[]; G];
+    for g in 0..G {
+        (heads[g], tails[g]) = heads[g].split_at(whole);
+    }
+    for k in 0..K {
+        rows[k] = &rows[k][..whole];
+    }
+    let mut acc = [[isa.splat(0.0); K]; G];
+    if E::GROUPED {
+        for pair in 0..whole / 2 {
+            for k in 0..K {
+                let scale = isa.splat(tile.k_scale(key + k, pair));
+                let first = E::load(isa, &rows[k][2 * pair]);
+                let second = E::load(isa, &rows[k][2 * pair + 1]);
+                for g in 0..G {
+                    let sum = isa.mul(isa.load(&heads[g][2 * pair]), first);
+                    let sum = isa.fma(isa.load(&heads[g][2 * pair + 1]), second, sum);
+                    acc[g][k] = isa.fma(sum, scale, acc[g][k]);
+                }
+            }
+        }
+    } else {
+        for i in 0..whole {
+            for k in 0..K {
+                let row = E::load(isa, &rows[k][i]);
+                for g in 0..G {
+                    acc[g][k] = isa.fma(isa.load(&heads[g][i]), row, acc[g][k]);
+                }
+            }
+        }
+        if !rests[0].is_empty() {
+            for k in 0..K {
+                let row = E::load_tail(isa, rests[k]);
+                for g in 0..G {
+                    acc[g][k] = isa.fma(isa.load(&tails[g][0]), row, acc[g][k]);
+                }
+            }
+        }
+    }
+    isa.sums(acc)
+}

@@ -1,0 +1,172 @@
+//! Weighted values of a tile in f32 lanes: added to the accumulators key by key, in ascending
+//! order. A key that a row does not see is passed over for it, since 0 times what is stored there
+//! need not be 0.
+
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops over constant bounds index register arrays; this is the form that unrolls"
+)]
+
+use super::lanes::{Element, Isa, Line, WIDTH};
+use super::task::Task;
+use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
+
+/// Adds the weighted values of the tile to the accumulators of all heads, and asks for the keys
+/// of the next one.
+#[inline(always)]
+pub(super) fn all_values<I: Isa, E: Element>(
+    isa: I,
+    task: &Task<'_>,
+    tile: &Tile<'_>,
+    next: &Tile<'_>,
+    weights: &[TileRow],
+    acc: &mut [Line],
+) {
+    let lines = task.padded_dim / WIDTH;
+    let per_row = task.group * lines;
+    // What all rows see of the latest keys: the last row begins last, the first one ends first.
+    let (_, last) = last_two(tile.seen_by(task, task.rows - 1));
+    let (_, first) = last_two(tile.seen_by(task, 0));
+    let common = (last.0, first.1);
+    let common = if last.0 < last.1 && common.0 < common.1 { common } else { (TILE, TILE) };
+    for row in 0..task.rows {
+        let (sinks, (from, to)) = last_two(tile.seen_by(task, row));
+        let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
+        let heads = task.group;
+        add::<I, E>(isa, tile, None, sinks, heads, weights, lines, acc);
+        add::<I, E>(isa, tile, None, (from, to.min(common.0)), heads, weights, lines, acc);
+    }
+    let heads = weights.len();
+    let mut ahead = Ahead::new(next, lines.div_ceil(LINES_AT_ONCE));
+    add::<I, E>(isa, tile, Some(&mut ahead), common, heads, weights, lines, acc);
+    for row in 0..task.rows {
+        let (_, (from, to)) = last_two(tile.seen_by(task, row));
+        let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
+        let heads = task.group;
+        add::<I, E>(isa, tile, None, (from.max(common.1), to), heads, weights, lines, acc);
+    }
+}
+
+/// Lines that most kernels add up at once.
+const LINES_AT_ONCE: usize = 4;
+
+/// Sinks and the rest, by name.
+fn last_two([sinks, rest]: [Keys; 2]) -> (Keys, Keys) {
+    (sinks, rest)
+}
+
+/// Adds the weighted values of some keys to the accumulators of some heads.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the operands of one product")]
+fn add<I: Isa, E: Element>(
+    isa: I,
+    tile: &Tile<'_>,
+    mut ahead: Option<&mut Ahead<'_, '_>>,
+    keys: Keys,
+    heads: usize,
+    weights: &[TileRow],
+    lines: usize,
+    acc: &mut [Line],
+) {
+    if keys.0 >= keys.1 {
+        return;
+    }
+    let mut g = 0;
+    while heads - g >= 4 {
+        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+        if I::WIDE {
+            values_of::<I, E, 4, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+        } else {
+            values_of::<I, E, 4, 1>(isa, tile, ahead.take(), keys, weights, lines, acc);
+        }
+        g += 4;
+    }
+    while heads - g >= 2 {
+        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+        values_of::<I, E, 2, 2>(isa, tile, ahead.take(), keys, weights, lines, acc);
+        g += 2;
+    }
+    if heads > g {
+        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+        values_of::<I, E, 1, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+    }
+}
+
+/// Adds the weighted values to the accumulators of `G` heads, `B` lines at a time.
+#[inline(always)]
+fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    mut ahead: Option<&mut Ahead<'_, '_>>,
+    keys: Keys,
+    weights: &[TileRow],
+    lines: usize,
+    acc: &mut [Line],
+) {
+    let whole = tile.row_bytes / (E::BYTES * WIDTH);
+    let mut first = 0;
+    while first + B <= whole {
+        lines_of::<I, E, G, B>(isa, tile, ahead.as_deref_mut(), keys, first, weights, lines, acc);
+        first += B;
+    }
+    while first < whole {
+        lines_of::<I, E, G, 1>(isa, tile, None, keys, first, weights, lines, acc);
+        first += 1;
+    }
+    if whole < lines {
+        for key in keys.0..keys.1.min(TILE) {
+            let row = E::load_tail(isa, E::chunks(tile.v(key)).1);
+            for g in 0..G {
+                let acc = &mut acc[g * lines + whole];
+                let sum = isa.fma(isa.splat(weights[g][key]), row, isa.load(acc));
+                isa.store(sum, acc);
+            }
+        }
+    }
+}
+
+/// Adds lines `first..first + B` of the weighted values to the accumulators of `G` heads.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the operands of one product")]
+fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    mut ahead: Option<&mut Ahead<'_, '_>>,
+    keys: Keys,
+    first: usize,
+    weights: &[TileRow],
+    lines: usize,
+    acc: &mut [Line],
+) {
+    let weights = &weights[..G];
+    let mut sums = [[isa.splat(0.0); B]; G];
+    for g in 0..G {
+        for b in 0..B {
+            sums[g][b] = isa.load(&acc[g * lines + first + b]);
+        }
+    }
+    for key in keys.0..keys.1.min(TILE) {
+        if let Some(ahead) = &mut ahead
+            && key.is_multiple_of(QUAD)
+        {
+            ahead.step(isa);
+        }
+        let row = &E::chunks(tile.v(key)).0[first..first + B];
+        for b in 0..B {
+            let value = E::load(isa, &row[b]);
+            let value = if E::GROUPED {
+                isa.mul(value, isa.splat(tile.v_scale(key, (first + b) / 2)))
+            } else {
+                value
+            };
+            for g in 0..G {
+                sums[g][b] = isa.fma(isa.splat(weights[g][key]), value, sums[g][b]);
+            }
+        }
+    }
+    for g in 0..G {
+        for b in 0..B {
+            isa.store(sums[g][b], &mut acc[g * lines + first + b]);
+        }
+    }
+}
