@@ -9,7 +9,7 @@ use kvpool::units::LayerIdx;
 
 use crate::common::{FORMATS, MODES, Rng, Spec};
 
-/// Every combination that issue 2 names, in every mode and format.
+/// Every combination of the grid, in every mode and format.
 fn grid(mut check: impl FnMut(&Spec, &Plan)) {
     let mut combinations = 0;
     for head_dim in [64, 80, 96, 128, 256] {

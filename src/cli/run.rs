@@ -121,7 +121,7 @@ fn sentence(run: &RunReport) -> String {
         grouped(run.outputs_checked),
     );
     if let (Some(error), Some(limit)) = (run.max_abs_error, run.error_limit) {
-        let _ = write!(text, ", error {error:.1e} of {limit:.0e} allowed");
+        let _ = write!(text, ", error {error:.1e} of {limit} allowed");
     }
     for (count, what) in [
         (run.nonfinite, "elements were NaN or infinite"),

@@ -14,7 +14,7 @@
 //!
 //! Invariants: free + active + cached = total; promised ≤ free + cached; a block on the free or
 //! the cached list has no references; an active one has at least one. Blocks that are *promised*
-//! to sequences (the "reserved") are not picked out: they are a number of blocks on the
+//! to sequences ("reserved") are not picked out: they are a number of blocks on the
 //! free or cached list that [`BlockStore::unpromised`] leaves out.
 
 use serde::Serialize;

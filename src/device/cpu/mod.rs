@@ -24,6 +24,8 @@ mod tile;
 mod values;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
+#[cfg(target_arch = "x86_64")]
+mod vnni_values;
 mod workers;
 mod workspace;
 #[cfg(target_arch = "x86_64")]
