@@ -5,7 +5,7 @@
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use kvpool::bench::{Operation, Options, Session, Variant, shapes};
-use kvpool::config::{CacheMode, Format, KernelChoice};
+use kvpool::config::{CacheMode, Format};
 
 /// The first shape of an operation, in every mode in f16 and INT8, on one thread.
 fn group(criterion: &mut Criterion, name: &str, operation: Operation) {
@@ -13,16 +13,8 @@ fn group(criterion: &mut Criterion, name: &str, operation: Operation) {
     group.sample_size(20);
     for format in [Format::F16, Format::Int8] {
         for mode in [CacheMode::Contiguous, CacheMode::Paged, CacheMode::Hybrid] {
-            let options = Options {
-                operation,
-                filter: String::new(),
-                formats: vec![format],
-                modes: vec![mode],
-                kernel: KernelChoice::Auto,
-                threads: vec![1],
-                seconds: 1.0,
-                footprint_bytes: 256 << 20,
-            };
+            let options =
+                Options { footprint_bytes: 256 << 20, ..Options::of(operation, format, mode) };
             let shape = shapes(operation)[0];
             let variant = Variant { format, mode };
             let mut session =

@@ -440,7 +440,6 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::KernelChoice;
 
     /// `configuration` may expect its own text to be valid: here is every one of them.
     #[test]
@@ -449,16 +448,7 @@ mod tests {
             for shape in shapes(operation) {
                 for format in [Format::F32, Format::F16, Format::Bf16, Format::Int8] {
                     for mode in [CacheMode::Contiguous, CacheMode::Paged, CacheMode::Hybrid] {
-                        let options = Options {
-                            operation,
-                            filter: String::new(),
-                            formats: vec![format],
-                            modes: vec![mode],
-                            kernel: KernelChoice::Auto,
-                            threads: vec![1],
-                            seconds: 0.1,
-                            footprint_bytes: 512 << 20,
-                        };
+                        let options = Options::of(operation, format, mode);
                         let variant = Variant { format, mode };
                         let (source, layers) = configuration(&shape, variant, &options, 2);
                         let plan = Plan::new(&source.config, &source.geometry).expect("a plan");

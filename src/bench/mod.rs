@@ -37,6 +37,23 @@ pub struct Options {
     pub footprint_bytes: u64,
 }
 
+impl Options {
+    /// Every shape of an operation, one format and mode, on one thread for a second.
+    #[must_use]
+    pub fn of(operation: Operation, format: Format, mode: CacheMode) -> Self {
+        Self {
+            operation,
+            filter: String::new(),
+            formats: vec![format],
+            modes: vec![mode],
+            kernel: KernelChoice::Auto,
+            threads: vec![1],
+            seconds: 1.0,
+            footprint_bytes: 512 << 20,
+        }
+    }
+}
+
 /// One measured variant.
 #[derive(Clone, Debug, Serialize)]
 pub struct Measurement {
