@@ -439,6 +439,66 @@ pub enum CacheError {
         /// The limit.
         limit: u32,
     },
+    /// Static batches: nothing begins before the batch that runs has ended.
+    #[error(
+        "a static batch of {live} sequences is under way; release them first, or use cache.admission = \"guaranteed\""
+    )]
+    BatchUnderWay {
+        /// Sequences of the batch.
+        live: u32,
+    },
+    /// A token of a step that is not the one that the prompt had at this position.
+    #[error(
+        "token {given} given for position {position} of the sequence in slot {slot}, where its prompt has {known}"
+    )]
+    TokenMismatch {
+        /// The sequence's slot.
+        slot: u32,
+        /// The position.
+        position: u32,
+        /// What the prompt has.
+        known: u32,
+        /// What was given.
+        given: u32,
+    },
+    /// A range of tokens to retain that cannot be.
+    #[error("retention range {at}: {problem}")]
+    BadRetention {
+        /// Which range.
+        at: usize,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// A verb of prefix reuse in a plan that shares nothing.
+    #[error(
+        "this plan shares no prefix blocks (see the plan's `prefixes` line); set cache.prefix_reuse = true, or make the layers without a window paged"
+    )]
+    ReuseOff,
+    /// A sequence that has no shareable block.
+    #[error(
+        "the sequence has no shareable block to pin yet: blocks are shareable when they are full, committed, and their token ids are known"
+    )]
+    NothingToPin,
+    /// All pins are in use.
+    #[error("all {limit} pins are in use; unpin something, or raise limits.max_seqs")]
+    NoPin {
+        /// How many there are.
+        limit: u32,
+    },
+    /// A pin that was let go, or never given out.
+    #[error("the pin handle (slot {slot}, generation {generation}) is not alive")]
+    StalePin {
+        /// Its slot.
+        slot: u32,
+        /// Its generation.
+        generation: u64,
+    },
+    /// The operation needs an idle cache, and pins are alive.
+    #[error("{live} pins are alive; unpin them first")]
+    PinsAlive {
+        /// How many.
+        live: u32,
+    },
     /// The operation needs an idle cache, and sequences are alive.
     #[error("{live} sequences are alive; release them first")]
     SequencesAlive {
@@ -448,6 +508,16 @@ pub enum CacheError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+}
+
+/// A batch of sequences that was refused as a whole. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("sequence {index} of the batch: {source}")]
+pub struct BatchRefused {
+    /// The first sequence that was refused.
+    pub index: usize,
+    /// Why.
+    pub source: CacheError,
 }
 
 /// A cache that cannot be opened.
@@ -519,7 +589,10 @@ pub enum JobError {
 fn memory_knobs(budget: u64, worst_case: bool) -> String {
     let more = "give device.memory_limit (or the machine) more";
     match (budget, worst_case) {
-        (0, _) => format!("{more}: not even the tables and the workspace fit"),
+        (0, _) => format!(
+            "not even the tables and the workspace fit: lower limits.max_seqs or \
+             limits.max_seq_len, or {more}"
+        ),
         (_, true) => format!(
             "lower limits.max_seqs or limits.max_seq_len, choose a smaller cache.format, give \
              pool.capacity = \"budget:{budget}\", or {more}"

@@ -31,6 +31,8 @@ pub(crate) struct Spec {
     pub(crate) max_rewind_tokens: u32,
     pub(crate) capacity: Capacity,
     pub(crate) admission: Admission,
+    pub(crate) prefix_reuse: bool,
+    pub(crate) event_buffer: u32,
     /// For `Hybrid`.
     pub(crate) contiguous_layers: Vec<u32>,
     pub(crate) threads: u32,
@@ -56,6 +58,8 @@ impl Default for Spec {
             max_rewind_tokens: 0,
             capacity: Capacity::WorstCase,
             admission: Admission::Guaranteed,
+            prefix_reuse: true,
+            event_buffer: 0,
             contiguous_layers: vec![0],
             threads: 1,
             kernel: KernelChoice::Auto,
@@ -109,6 +113,9 @@ impl Spec {
                 tokens_per_block: self.tokens_per_block,
                 format: self.format,
                 admission: self.admission,
+                prefix_reuse: self.prefix_reuse,
+                event_buffer: self.event_buffer,
+                watermark_blocks: 0,
                 int8: (self.format == Format::Int8).then_some(int8),
                 hybrid: (self.mode == CacheMode::Hybrid)
                     .then_some(HybridConfig { contiguous_layers }),

@@ -88,12 +88,12 @@ fn edge_14_two_holders_of_half_the_pool_both_finish() {
     let options = |max_len, lookahead_tokens| BeginOptions {
         max_len: Some(max_len),
         lookahead_tokens,
-        key: None,
+        ..BeginOptions::default()
     };
     // 28 tokens and 4 of look-ahead: four blocks each.
     let a = cache.begin(&[], options(28, 4)).expect("half").sequence;
     let b = cache.begin(&[], options(28, 4)).expect("half").sequence;
-    assert!(cache.can_admit(0, &options(1, 0)).is_err());
+    assert!(cache.check_admission(&[], &options(1, 0)).is_err());
     for step in 0..28 {
         empty_step(&mut cache, &[(a, 1), (b, 1)]).expect("promised");
         // Four draft tokens, all rejected: the blocks go back to the sequence's promise.
@@ -101,7 +101,7 @@ fn edge_14_two_holders_of_half_the_pool_both_finish() {
         empty_step(&mut cache, &[(a, 4)]).expect("look-ahead was promised");
         cache.truncate(a, step + 1).expect("rejected");
         assert_eq!(cache.stats().held_bytes.0 + cache.stats().promised_bytes.0, held);
-        assert!(cache.can_admit(0, &options(1, 0)).is_err(), "promised blocks are not free");
+        assert!(cache.check_admission(&[], &options(1, 0)).is_err(), "promised blocks are not free");
     }
 }
 
@@ -156,9 +156,8 @@ fn edge_16_held_plus_promised_is_constant() {
                     let _ = cache.truncate(seq, len.saturating_sub(back));
                 }
                 1 if forks.is_empty() => {
-                    // A fork is promised exactly as much as its source.
+                    // A fork is promised what it does not share.
                     forks.push(cache.fork(seq).expect("fits"));
-                    assert_eq!(total(&cache), 2 * admitted);
                 }
                 1 => cache.release(forks.remove(0)).expect("alive"),
                 _ => {
@@ -170,7 +169,13 @@ fn edge_16_held_plus_promised_is_constant() {
                     }
                 }
             }
-            assert_eq!(total(&cache), admitted * (1 + forks.len() as u64));
+            // Alone it is the same number at every moment. A fork adds what it does not share,
+            // and a rewind into what is shared can only add to that.
+            if forks.is_empty() {
+                assert_eq!(total(&cache), admitted);
+            } else {
+                assert!((admitted..=2 * admitted).contains(&total(&cache)));
+            }
             cache.check_invariants().expect("invariants");
         }
     }

@@ -24,7 +24,11 @@ fn edge_01_zero_and_overflowing_requests() {
     let error =
         assert_refused(&mut cache, |cache| cache.reserve(&[(seq, 64), (other, 64)]).map(|_| ()));
     assert!(matches!(error, CacheError::StepTooLarge { wanted: 128, limit: 64, .. }));
-    let options = BeginOptions { max_len: Some(u32::MAX), lookahead_tokens: u32::MAX, key: None };
+    let options = BeginOptions {
+        max_len: Some(u32::MAX),
+        lookahead_tokens: u32::MAX,
+        ..BeginOptions::default()
+    };
     let error = assert_refused(&mut cache, |cache| cache.begin(&[], options).map(|_| ()));
     assert!(matches!(error, CacheError::SequenceTooLong { limit: 64, .. }));
     let options = BeginOptions { lookahead_tokens: u32::MAX, ..BeginOptions::default() };
@@ -253,7 +257,9 @@ fn edge_17_cached_blocks_count_once_as_capacity() {
     assert_eq!(store.available(), 1);
     assert!(store.revive(blocks[1]).is_err(), "not cached any more");
     store.check_invariants().expect("invariants");
-    // Taking evicts the oldest cached block; it cannot be revived after.
+    // No block is free before the oldest cached one is evicted; it cannot be revived after.
+    assert_eq!((store.take(), store.victim()), (None, Some(blocks[0])));
+    store.evict(blocks[0]).expect("cached");
     assert_eq!(store.take(), Some(blocks[0]));
     assert!(store.revive(blocks[0]).is_err());
     assert_eq!((store.available(), store.take()), (0, None));

@@ -126,8 +126,9 @@ fn verb(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
             key: (choice == 0).then_some(1),
             max_len: Some(rng.below(70) as u32),
             lookahead_tokens: rng.below(6) as u32,
+            ..BeginOptions::default()
         };
-        cache.can_admit(prompt.len() as u32, &options)?;
+        cache.check_admission(prompt, &options)?;
         buffers.alive.push(cache.begin(prompt, options)?.sequence);
         return Ok(());
     }

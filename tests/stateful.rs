@@ -411,7 +411,7 @@ fn edge_04_a_million_operations_keep_the_sum() {
             assert_eq!(cache.stats().seqs as usize, alive.len());
         }
     }
-    assert!(done > 400_000 && refused > 100_000, "{done} done, {refused} refused");
+    assert!(done > 350_000 && refused > 100_000, "{done} done, {refused} refused");
 }
 
 /// One random verb, valid or not.
@@ -431,6 +431,7 @@ fn random_operation(
             key: (rng.below(4) == 0).then(|| rng.below(3)),
             max_len: (rng.below(2) == 0).then(|| rng.below(44) as u32),
             lookahead_tokens: rng.below(3) as u32,
+            ..Default::default()
         };
         alive.push(cache.begin(&prompt, options)?.sequence);
         return Ok(());

@@ -21,10 +21,12 @@ impl Cache {
     /// [`InvariantError`] names the first disagreement.
     pub fn check_invariants(&self) -> Result<(), InvariantError> {
         self.check_slots()?;
+        self.check_index()?;
         for group in 0..self.plan.groups.len() {
             if let Some(store) = self.pool.store(group) {
                 store.check_invariants()?;
                 self.check_rows(group)?;
+                self.check_references(group)?;
                 let counts = store.counts();
                 let sum = u64::from(counts.free)
                     + u64::from(counts.active)
@@ -73,15 +75,10 @@ impl Cache {
 
     /// Rows of a table against the sequences' states and the blocks' references.
     fn check_rows(&self, group: usize) -> Result<(), InvariantError> {
-        let Some(store) = self.pool.store(group) else {
-            return Ok(());
-        };
         let layers = &self.plan.groups[group];
         let row = layers.max_blocks_per_seq as usize;
         let per_block = layers.layout.unit_tokens;
         let sink_blocks = layers.layout.sink_tokens.div_ceil(per_block);
-        let mut refs = vec![0_u32; store.total() as usize];
-        let mut promised = 0_u64;
         for slot in 0..self.plan.seq_slots {
             let state = self.seqs.state(slot, group);
             let mut held = 0;
@@ -93,7 +90,6 @@ impl Cache {
                 })?;
                 if block != NO_BLOCK {
                     held += 1;
-                    refs[block as usize] += 1;
                 }
             }
             require(held == state.held, || {
@@ -109,22 +105,8 @@ impl Cache {
             require(state.quota == 0 || state.held <= state.quota, || {
                 format!("group {group}: slot {slot} holds more than it was promised: {state:?}")
             })?;
-            promised += u64::from(state.promised());
         }
-        for (block, refs) in (0..).zip(&refs) {
-            let counted = store.get(BlockId(block)).map_or(0, |(_, refs, _)| refs);
-            require(*refs == counted, || {
-                format!(
-                    "group {group}: block {block} is in {refs} rows and has {counted} references"
-                )
-            })?;
-        }
-        require(promised == u64::from(store.counts().promised), || {
-            format!(
-                "group {group}: {promised} blocks promised, {} counted",
-                store.counts().promised
-            )
-        })
+        Ok(())
     }
 
     /// A digest of everything that later verbs depend on: sequences, rows, the order of the free
@@ -161,8 +143,12 @@ impl Cache {
             digest.push(u64::from(store.counts().promised));
             for block in 0..store.total() {
                 digest.push(store.get(BlockId(block)).map_or(0, |(_, refs, _)| u64::from(refs)));
+                let (tails, holds, pins) = store.kinds(BlockId(block));
+                digest.push(u64::from(tails) << 32 | u64::from(holds) << 16 | u64::from(pins));
+                digest.push(u64::from(store.class(BlockId(block))));
             }
         }
+        self.digest_reuse(&mut digest);
         digest.push(self.counters.tokens_appended);
         digest.push(self.counters.seqs_begun);
         digest.push(self.counters.steps_committed);
@@ -221,7 +207,7 @@ impl Cache {
     }
 
     /// One sequence seen through a group.
-    fn view(&self, group: usize, slot: u32) -> SeqView<'_> {
+    pub(super) fn view(&self, group: usize, slot: u32) -> SeqView<'_> {
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
         let start = slot as usize * row;
         let table = &self.tables[group][start..start + row];
@@ -301,6 +287,7 @@ impl Cache {
                     live[place] = true;
                 }
             }
+            self.mark_shareable(group, &mut live);
             self.poison_group(group, &live, byte)?;
         }
         Ok(())
@@ -361,19 +348,19 @@ impl Cache {
 }
 
 /// Turns a false condition into an error.
-fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), InvariantError> {
+pub(super) fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), InvariantError> {
     if holds { Ok(()) } else { Err(InvariantError(what())) }
 }
 
 /// FNV-1a over 64-bit words, each mixed first.
-struct Digest(u64);
+pub(super) struct Digest(u64);
 
 impl Digest {
     const fn new() -> Self {
         Self(0xCBF2_9CE4_8422_2325)
     }
 
-    const fn push(&mut self, word: u64) {
+    pub(super) const fn push(&mut self, word: u64) {
         let mixed = (word ^ (word >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         self.0 = (self.0 ^ mixed).wrapping_mul(0x0100_0000_01B3).rotate_left(23);
     }

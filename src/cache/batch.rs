@@ -2,8 +2,10 @@
 //!
 //! All buffers have their largest size from open on; a step writes prefixes of them.
 
+use super::cow::Replaced;
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
+use crate::config::Admission;
 use crate::device::{AppendCounts, BatchSeq};
 use crate::error::CacheError;
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
@@ -67,6 +69,12 @@ pub(super) struct Batch {
     pub(super) appended: Vec<bool>,
     /// Elements that the step's appends had to change; counted when it commits.
     pub(super) counts: AppendCounts,
+    /// Blocks that the step needs of each group. `[num_groups]`
+    pub(super) wanted: Vec<u64>,
+    /// The last blocks that it copies because others hold them too.
+    pub(super) replaced: Vec<Replaced>,
+    /// Whether it was told which tokens it appends.
+    tokens_given: bool,
     /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked.
     open: bool,
     /// `[num_groups]`, `None` for contiguous groups.
@@ -91,6 +99,9 @@ impl Batch {
             seq_lens: Vec::with_capacity(seqs),
             appended: vec![false; plan.layers.len()],
             counts: AppendCounts::default(),
+            wanted: vec![0; plan.groups.len()],
+            replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
+            tokens_given: false,
             open: false,
             csr: csr.collect(),
             csr_built: false,
@@ -105,31 +116,57 @@ impl Batch {
         self.seq_lens.clear();
         self.appended.fill(false);
         self.counts = AppendCounts::default();
+        self.replaced.clear();
+        self.tokens_given = false;
         self.open = false;
         self.csr_built = false;
     }
 }
 
 impl Cache {
-    /// Checks a batch and takes its blocks: all or nothing.
-    pub(super) fn open_step(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+    /// Checks a batch and takes its blocks: all or nothing. `tokens` are the ids of all tokens in
+    /// the order of the rows, where the caller knows them.
+    pub(super) fn open_step(
+        &mut self,
+        wanted: &[(SeqHandle, u32)],
+        tokens: Option<&[u32]>,
+    ) -> Result<(), CacheError> {
         self.abandon_step();
         self.batch.number += 1;
-        self.check_batch(wanted)?;
-        self.check_batch_blocks(wanted)?;
         self.batch.clear();
+        self.batch.wanted.fill(0);
+        let shared_tails = self.check_batch(wanted)?;
+        if let Some(tokens) = tokens {
+            self.check_tokens(wanted, tokens)?;
+        }
+        if shared_tails {
+            self.hold_shared_tails(wanted);
+        }
+        if let Err(error) = self.check_batch_blocks() {
+            self.unhold_shared_tails();
+            return Err(error);
+        }
         self.batch.open = true;
+        if let Err(error) = self.copy_shared_tails() {
+            self.undo_step();
+            return Err(error);
+        }
         for &(sequence, tokens) in wanted {
             self.take_for_step(sequence.slot, tokens);
+        }
+        if let Some(tokens) = tokens {
+            self.note_tokens(wanted, tokens);
         }
         self.note_peaks();
         Ok(())
     }
 
-    /// Handles, lengths, limits. Marks sequences with the step's number, which no one else reads.
-    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
+    /// Handles, lengths, limits; sums up the blocks that are wanted. Marks sequences with the
+    /// step's number, which no one else reads. Says whether some last block may be shared.
+    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<bool, CacheError> {
         let limits = &self.plan.limits;
         let mut total = 0_u64;
+        let mut shared_tails = false;
         for &(sequence, tokens) in wanted {
             let slot = self.seqs.check(sequence)?;
             let record = self.seqs.record_mut(slot);
@@ -157,6 +194,17 @@ impl Cache {
                 return Err(CacheError::SequenceTooLong { wanted: len, limit: record.limit, knob });
             }
             total += u64::from(tokens);
+            let end = record.len + tokens;
+            for (group, wanted) in self.batch.wanted.iter_mut().enumerate() {
+                let layers = &self.plan.groups[group];
+                if layers.kind == GroupKind::Paged {
+                    let state = self.seqs.state(slot, group);
+                    shared_tails |= state.shared_tail;
+                    // `tokens_per_block` is a power of two.
+                    let blocks = (end + self.block_mask) >> self.block_shift;
+                    *wanted += u64::from(blocks - state.next);
+                }
+            }
         }
         if total > u64::from(limits.max_batch_tokens) {
             return Err(CacheError::StepTooLarge {
@@ -165,29 +213,58 @@ impl Cache {
                 knob: "limits.max_batch_tokens",
             });
         }
+        Ok(shared_tails)
+    }
+
+    /// Whether the tokens are as many as the step's, and those that the prompts had.
+    fn check_tokens(&self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) -> Result<(), CacheError> {
+        let total: usize = wanted.iter().map(|(_, tokens)| *tokens as usize).sum();
+        if tokens.len() != total {
+            let (got, shape) = (tokens.len(), "[num_tokens]");
+            return Err(CacheError::WrongShape { what: "tokens", got, expected: total, shape });
+        }
+        let Some(reuse) = &self.reuse else { return Ok(()) };
+        let mut start = 0;
+        for &(sequence, count) in wanted {
+            let slot = sequence.slot;
+            let record = self.seqs.record(slot);
+            let given = &tokens[start..start + count as usize];
+            start += count as usize;
+            if record.known <= record.len {
+                continue;
+            }
+            let known = &reuse.tokens(slot)[record.len as usize..record.known as usize];
+            let pairs = (record.len..).zip(known.iter().zip(given));
+            for (position, (known, given)) in pairs {
+                if known != given {
+                    let (known, given) = (*known, *given);
+                    return Err(CacheError::TokenMismatch { slot, position, known, given });
+                }
+            }
+        }
         Ok(())
     }
 
+    /// Writes the step's tokens to their sequences' rows. They count as known when it commits.
+    fn note_tokens(&mut self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) {
+        let Some(reuse) = &mut self.reuse else { return };
+        self.batch.tokens_given = true;
+        let mut start = 0;
+        for &(sequence, count) in wanted {
+            let len = self.seqs.record(sequence.slot).len as usize;
+            let row = &mut reuse.tokens_mut(sequence.slot)[len..len + count as usize];
+            row.copy_from_slice(&tokens[start..start + count as usize]);
+            start += count as usize;
+        }
+    }
+
     /// Whether every paged group has the blocks. Under guaranteed admission they were promised.
-    fn check_batch_blocks(&self, wanted: &[(SeqHandle, u32)]) -> Result<(), CacheError> {
-        for (g, group) in self.plan.groups.iter().enumerate() {
-            let Some(store) = self.pool.store(g) else {
-                continue;
-            };
-            let per_block = group.layout.unit_tokens;
-            let blocks: u64 = wanted
-                .iter()
-                .map(|&(sequence, tokens)| {
-                    let end = (self.seqs.record(sequence.slot).len + tokens).div_ceil(per_block);
-                    u64::from(end - self.seqs.state(sequence.slot, g).next)
-                })
-                .sum();
-            if blocks > u64::from(store.available()) {
-                return Err(CacheError::PoolExhausted {
-                    group: group_idx(g),
-                    wanted: blocks,
-                    available: u64::from(store.available()),
-                });
+    fn check_batch_blocks(&self) -> Result<(), CacheError> {
+        for (group, &wanted) in self.batch.wanted.iter().enumerate() {
+            let Some(store) = self.pool.store(group) else { continue };
+            if wanted > u64::from(store.available()) {
+                let available = u64::from(store.available());
+                return Err(CacheError::PoolExhausted { group: group_idx(group), wanted, available });
             }
         }
         Ok(())
@@ -195,8 +272,10 @@ impl Cache {
 
     /// Takes the blocks of one sequence and writes its part of the batch. There are enough.
     fn take_for_step(&mut self, slot: u32, tokens: u32) {
-        let first_position = self.seqs.record(slot).len;
+        let record = self.seqs.record_mut(slot);
+        let first_position = record.len;
         let end = first_position + tokens;
+        record.written = record.written.max(end);
         for group in 0..self.plan.groups.len() {
             self.take_blocks(group, slot, end);
             let layout = &self.plan.groups[group].layout;
@@ -250,6 +329,7 @@ impl Cache {
                 }
             }
         }
+        self.undo_copies();
         self.batch.clear();
         self.counters.steps_cancelled += 1;
     }
@@ -264,28 +344,64 @@ impl Cache {
                 first: LayerIdx(u32::try_from(first).unwrap_or(u32::MAX)),
             });
         }
+        self.drop_replaced();
         for at in 0..self.batch.seqs.len() {
             let BatchSeq { slot, rows, .. } = self.batch.seqs[at];
-            for group in 0..self.plan.groups.len() {
-                let live = self.live_in(group, slot);
-                self.live_tokens[group] -= live;
-            }
-            let record = self.seqs.record_mut(slot);
-            record.len += rows;
-            record.high_water = record.high_water.max(record.len);
-            for group in 0..self.plan.groups.len() {
-                let live = self.live_in(group, slot);
-                self.live_tokens[group] += live;
-                self.leave_window(group, slot);
-            }
-            self.counters.tokens_appended += u64::from(rows);
+            self.grow(slot, rows);
         }
         self.counters.nonfinite += self.batch.counts.nonfinite;
         self.counters.saturated += self.batch.counts.saturated;
+        if self.plan.admission == Admission::StaticBatch && !self.batch.seqs.is_empty() {
+            self.batch_closed = true;
+        }
         self.batch.clear();
         self.counters.steps_committed += 1;
         self.note_peaks();
         Ok(())
+    }
+
+    /// Makes a step's tokens part of one sequence.
+    fn grow(&mut self, slot: u32, rows: u32) {
+        let (len, old_water) = (self.seqs.record(slot).len, self.seqs.record(slot).high_water);
+        let new_len = len + rows;
+        let high_water = old_water.max(new_len);
+        // The last block stays the last and not full: the usual case of decoding.
+        let same_tail = len & self.block_mask != 0
+            && new_len & self.block_mask != 0
+            && len >> self.block_shift == new_len >> self.block_shift;
+        for group in 0..self.plan.groups.len() {
+            if self.plan.groups[group].window.is_none() {
+                self.live_tokens[group] += u64::from(rows);
+            } else {
+                let before = self.live_of(group, len, old_water);
+                self.live_tokens[group] += self.live_of(group, new_len, high_water);
+                self.live_tokens[group] -= before;
+            }
+            if !same_tail {
+                self.leave_tail(group, slot);
+            }
+        }
+        let tokens_given = self.batch.tokens_given;
+        let record = self.seqs.record_mut(slot);
+        if tokens_given && record.known >= len {
+            record.known = record.known.max(new_len);
+        }
+        record.len = new_len;
+        record.high_water = high_water;
+        self.counters.tokens_appended += u64::from(rows);
+        if !same_tail {
+            for group in 0..self.plan.groups.len() {
+                self.set_tail(group, slot, true);
+            }
+            if self.reuse.is_some() {
+                self.publish(slot);
+            }
+        }
+        for group in 0..self.plan.groups.len() {
+            if self.plan.groups[group].window.is_some() {
+                self.leave_window(group, slot);
+            }
+        }
     }
 
     /// Gives back the blocks that have left the window of a paged group.

@@ -3,28 +3,45 @@
 use super::sequence::GroupState;
 use super::{Cache, SeqHandle};
 use crate::error::CacheError;
-use crate::plan::{Kv, NO_BLOCK, SCALE_BYTES};
+use crate::units::BlockId;
 
 impl Cache {
-    /// A second sequence with the same tokens: every block and slot is copied. Its limit is the
-    /// first one's.
+    /// A second sequence with the same tokens and the same limit. Blocks are shared; the first of
+    /// the two that writes into the last one copies it, in the step that does. Contiguous layers
+    /// are copied at once.
+    ///
+    /// Beams, several answers to one prompt and drafts are made of this, `truncate` and `release`.
     ///
     /// # Errors
-    /// A stale or foreign handle, or as [`Cache::begin`]; nothing changes.
+    /// A stale or foreign handle, [`CacheError::NoSeqSlot`], [`CacheError::NotAdmitted`]; nothing
+    /// changes.
     pub fn fork(&mut self, sequence: SeqHandle) -> Result<SeqHandle, CacheError> {
         self.abandon_step();
         let source = self.seqs.check(sequence)?;
-        let record = *self.seqs.record(source);
         self.check_room_for_fork(source)?;
+        let record = *self.seqs.record(source);
         let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
-        let copy = self.seqs.take(None, record.limit).ok_or(no_slot)?;
-        self.seqs.record_mut(copy.slot).len = record.len;
-        self.seqs.record_mut(copy.slot).high_water = record.high_water;
+        let at = self.choose_slot(None).ok_or(no_slot)?;
+        let copy = self.seqs.take_at(at, None, record.limit);
+        self.begun += 1;
+        let target = copy.slot;
+        {
+            let copy = self.seqs.record_mut(target);
+            copy.begun = self.begun;
+            copy.len = record.len;
+            copy.high_water = record.high_water;
+            copy.known = record.known;
+            copy.written = record.written;
+        }
+        self.share_tokens(source, target);
         for group in 0..self.plan.groups.len() {
             self.live_tokens[group] += self.live_in(group, source);
+            self.share_blocks(group, source, target)?;
         }
-        let copied = (0..self.plan.groups.len())
-            .try_for_each(|group| self.copy_group(group, source, copy.slot));
+        let copied = (0..self.plan.groups.len()).try_for_each(|group| {
+            let contiguous = self.pool.store(group).is_none();
+            if contiguous { self.copy_slot(group, source, target) } else { Ok(()) }
+        });
         if let Err(error) = copied {
             self.release(copy)?;
             return Err(error);
@@ -34,29 +51,47 @@ impl Cache {
         Ok(copy)
     }
 
-    /// Copies what `source` holds of a group to `target`, a fresh slot. Room has been checked.
-    /// At every moment `target`'s state says what it holds, so that it can be released.
-    fn copy_group(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
-        let layout = &self.plan.groups[group].layout;
-        let unit_bytes = layout.unit_bytes;
-        let Some(store) = self.pool.store_mut(group) else {
-            return self.copy_slot(group, source, target);
-        };
+    /// Gives a fresh slot everything that is known of another's tokens.
+    fn share_tokens(&mut self, source: u32, target: u32) {
+        let record = self.seqs.record(source);
+        let tokens = record.known.max(record.len) as usize;
+        let Some(reuse) = &mut self.reuse else { return };
+        reuse.copy_tokens(source, target, tokens);
+        let mut share = reuse.seqs[source as usize];
+        share.retained = 0;
+        reuse.seqs[target as usize] = share;
+        if let Some(index) = &mut reuse.index {
+            index.add_keys(&share.keys);
+        }
+        if let Some(name) = reuse.names.get(source as usize).copied() {
+            reuse.names[target as usize] = name;
+        }
+    }
+
+    /// Adds a fresh slot to the holders of all blocks of another's row. Room has been checked.
+    fn share_blocks(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
+        if self.pool.store(group).is_none() {
+            return Ok(());
+        }
         let state = *self.seqs.state(source, group);
-        store.promise(state.quota)?;
-        *self.seqs.state_mut(target, group) = GroupState { held: 0, next: 0, ..state };
         let row = self.plan.groups[group].max_blocks_per_seq as usize;
+        let start = source as usize * row;
+        let held = start..start + state.next as usize;
+        self.tables[group].copy_within(held, target as usize * row);
         for at in 0..state.next {
-            self.seqs.state_mut(target, group).next = at + 1;
-            let from = self.tables[group][source as usize * row + at as usize];
-            if from == NO_BLOCK {
-                continue;
+            let block = self.entry(group, target, at);
+            if block != crate::plan::NO_BLOCK
+                && let Some(store) = self.pool.store_mut(group)
+            {
+                // Never more references than sequences and pins.
+                store.add_ref(BlockId(block))?;
             }
-            // `check_room_for_fork` counted the blocks.
-            let to = self.take_block(group, target, at).ok_or(self.exhausted(group, state.held))?;
-            let layout = &self.plan.groups[group].layout;
-            self.pool.device.copy(layout.unit(from), layout.unit(to.0), unit_bytes)?;
-            self.counters.copied_bytes.0 += unit_bytes;
+        }
+        *self.seqs.state_mut(target, group) = GroupState { shared_tail: true, ..state };
+        self.seqs.state_mut(source, group).shared_tail = true;
+        self.set_tail(group, target, true);
+        if let Some(store) = self.pool.store_mut(group) {
+            store.promise(state.promised())?;
         }
         Ok(())
     }
@@ -65,20 +100,9 @@ impl Cache {
     /// part that has ever been written.
     fn copy_slot(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
         let layout = &self.plan.groups[group].layout;
-        let tokens = u64::from(self.seqs.record(source).high_water.min(layout.unit_tokens));
-        let row_bytes = layout.row_bytes() * tokens;
-        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * tokens;
-        for layer in 0..layout.num_layers {
-            for kv in [Kv::K, Kv::V] {
-                for head in 0..layout.num_kv_heads {
-                    let row = |unit| layout.row(unit, layer, kv, head, 0);
-                    self.pool.device.copy(row(source), row(target), row_bytes)?;
-                    let scales = |unit| layout.scales(unit, layer, kv, head, 0);
-                    self.pool.device.copy(scales(source), scales(target), scale_bytes)?;
-                    self.counters.copied_bytes.0 += row_bytes + scale_bytes;
-                }
-            }
-        }
+        let tokens = self.seqs.record(source).written.min(layout.unit_tokens);
+        let bytes = self.pool.device.copy_tokens(layout, source, target, 0..tokens)?;
+        self.counters.copied_bytes.0 += bytes;
         Ok(())
     }
 }

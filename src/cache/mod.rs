@@ -13,14 +13,30 @@
 
 mod admission;
 mod audit;
+mod audit_reuse;
 mod batch;
+mod cow;
+mod donor;
+mod events;
+mod evict;
 mod fork;
+mod pin;
+mod preempt;
+mod prefix;
+mod publish;
+mod retention;
+mod reuse;
 mod sequence;
 mod step;
 mod truncate;
 
-pub use admission::{BeginOptions, Begun};
+pub use admission::{BeginOptions, Begun, Estimate, Reservation};
 pub use batch::Csr;
+pub use events::{Event, EventKind, Polled};
+pub use pin::PinHandle;
+pub use preempt::Preempted;
+pub use prefix::{KeyPart, Namespace, Probe, Prober};
+pub use retention::{MAX_RETENTIONS, Retention, Retentions};
 pub use sequence::SeqHandle;
 pub use step::{AttendOptions, Step};
 
@@ -31,9 +47,12 @@ use crate::device::cpu::{CpuDevice, available_memory, num_threads};
 use crate::device::{Device, DeviceInfo};
 use crate::error::{CacheError, OpenError, PlanError};
 use crate::plan::{GroupKind, NO_BLOCK, Plan};
-use crate::pool::{BlockHandle, BlockStore, GroupStats, Pool, Stats};
+use crate::pool::{BlockHandle, BlockStore, GroupStats, MAX_PRIORITY, Pool, Stats};
 use crate::units::{BlockId, Bytes, GroupIdx, SeqSlot};
+use admission::Pending;
 use batch::Batch;
+use prefix::ChainKeys;
+use reuse::Reuse;
 use sequence::SeqTable;
 
 /// The next cache's id: what makes a handle of one cache foreign to every other.
@@ -51,6 +70,22 @@ pub struct Cache {
     live_tokens: Vec<u64>,
     batch: Batch,
     counters: Stats,
+    /// Blocks evicted, by their priority.
+    evictions_by_priority: [u64; MAX_PRIORITY as usize + 1],
+    /// What prefixes are shared with; `None` where none are.
+    reuse: Option<Reuse>,
+    /// Sequences of a batch that is being begun. `[seq_slots]`
+    pending: Vec<Pending>,
+    /// `tokens_per_block` is 2 to this,
+    block_shift: u32,
+    /// and this and 1 more.
+    block_mask: u32,
+    /// Sequences begun since the last reset.
+    begun: u64,
+    /// Under static-batch: a step of this batch was committed, so nobody else gets in.
+    batch_closed: bool,
+    /// Under max-utilization: someone was preempted, and nobody has ended since.
+    preempted: bool,
     cache_id: u32,
 }
 
@@ -86,6 +121,24 @@ impl Cache {
     /// # Errors
     /// [`OpenError::Plan`] when the device was opened with another plan.
     pub fn open(plan: Plan, device: Box<dyn Device>) -> Result<Self, OpenError> {
+        Self::open_with_hash(plan, device, false)
+    }
+
+    /// As [`Cache::open`], with a prefix index in which every hash is the same: for the test that
+    /// a hit never rests on a hash.
+    ///
+    /// # Errors
+    /// As [`Cache::open`].
+    #[doc(hidden)]
+    pub fn open_with_constant_hash(plan: Plan, device: Box<dyn Device>) -> Result<Self, OpenError> {
+        Self::open_with_hash(plan, device, true)
+    }
+
+    fn open_with_hash(
+        plan: Plan,
+        device: Box<dyn Device>,
+        constant_hash: bool,
+    ) -> Result<Self, OpenError> {
         if device.plan_fingerprint() != plan.fingerprint() {
             return Err(OpenError::Plan(PlanError::Contradiction {
                 key: "device".to_owned(),
@@ -102,6 +155,14 @@ impl Cache {
             batch: Batch::new(&plan),
             pool: Pool::new(&plan, device),
             counters: Stats::default(),
+            evictions_by_priority: [0; MAX_PRIORITY as usize + 1],
+            reuse: Reuse::new(&plan, constant_hash),
+            pending: vec![Pending::NOTHING; plan.seq_slots as usize],
+            block_shift: plan.tokens_per_block.trailing_zeros(),
+            block_mask: plan.tokens_per_block - 1,
+            begun: 0,
+            batch_closed: false,
+            preempted: false,
             cache_id,
             plan,
         })
@@ -144,37 +205,63 @@ impl Cache {
     }
 
     /// Releases a sequence: its slot, its blocks and what it was promised. The handle is stale
-    /// from here on.
+    /// from here on. Blocks that can be shared stay cached until they are evicted.
     ///
     /// # Errors
     /// A stale or foreign handle; nothing changes.
     pub fn release(&mut self, sequence: SeqHandle) -> Result<(), CacheError> {
         self.abandon_step();
         let slot = self.seqs.check(sequence)?;
+        self.release_slot(slot);
+        self.preempted = false;
+        Ok(())
+    }
+
+    fn release_slot(&mut self, slot: u32) {
         for group in 0..self.plan.groups.len() {
             let live = self.live_in(group, slot);
             self.live_tokens[group] -= live;
-            self.give_back_from(group, slot, 0);
+            if self.pool.store(group).is_none() {
+                continue;
+            }
+            self.leave_tail(group, slot);
             let promised = self.seqs.state(slot, group).promised();
             if let Some(store) = self.pool.store_mut(group) {
                 store.unpromise(promised);
             }
+            // Nothing is promised any more, so what comes back is anybody's.
+            self.seqs.state_mut(slot, group).quota = 0;
+            self.give_back_from(group, slot, 0);
+        }
+        self.retain(slot);
+        if let Some(reuse) = &mut self.reuse {
+            let share = &mut reuse.seqs[slot as usize];
+            let keys = std::mem::replace(&mut share.keys, ChainKeys::NONE);
+            share.published = 0;
+            share.partial = None;
+            if let Some(index) = &mut reuse.index {
+                index.drop_keys(&keys);
+            }
         }
         self.seqs.give_back(slot);
-        Ok(())
+        if self.seqs.alive() == 0 {
+            self.batch_closed = false;
+        }
     }
 
     /// Takes a block into a row; out of the sequence's promise where it has one.
     fn take_block(&mut self, group: usize, slot: u32, at: u32) -> Option<BlockId> {
-        let store = self.pool.store_mut(group).filter(|store| store.available() > 0)?;
+        if !self.make_free(group) {
+            return None;
+        }
+        let store = self.pool.store_mut(group)?;
         let state = self.seqs.state_mut(slot, group);
         let promised = state.promised();
         state.held += 1;
         // First off the promise, then out of the list: never more promised than there is.
         store.unpromise(promised - state.promised());
         let block = store.take()?;
-        let row = self.plan.groups[group].max_blocks_per_seq as usize;
-        self.tables[group][slot as usize * row + at as usize] = block.0;
+        self.set_entry(group, slot, at, block.0);
         Some(block)
     }
 
@@ -191,14 +278,21 @@ impl Cache {
     /// Counters and gauges.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let (active, promised) = self.pool.block_bytes(&self.plan);
+        let (active, promised, cached) = self.pool.block_bytes(&self.plan);
         Stats {
+            cached_bytes: cached,
             seqs: self.seqs.alive(),
             used_bytes: self.used_bytes(),
             held_bytes: Bytes(active.0 + self.slot_bytes()),
             promised_bytes: promised,
             ..self.counters.clone()
         }
+    }
+
+    /// Blocks evicted so far, by the priority that they had. `[101]`
+    #[must_use]
+    pub fn evictions_by_priority(&self) -> &[u64; MAX_PRIORITY as usize + 1] {
+        &self.evictions_by_priority
     }
 
     /// Gauges of one group; `None` for a group that the plan does not have.
@@ -288,12 +382,16 @@ impl Cache {
     /// of the pool are not touched.
     ///
     /// # Errors
-    /// [`CacheError::SequencesAlive`] while there are sequences; nothing changes.
+    /// [`CacheError::SequencesAlive`] while there are sequences, [`CacheError::PinsAlive`] while
+    /// there are pins; nothing changes.
     pub fn reset(&mut self) -> Result<(), CacheError> {
         self.abandon_step();
         let live = self.seqs.alive();
         if live > 0 {
             return Err(CacheError::SequencesAlive { live });
+        }
+        if let Some(live) = self.reuse.as_ref().map(|r| r.pins.alive()).filter(|live| *live > 0) {
+            return Err(CacheError::PinsAlive { live });
         }
         for group in 0..self.plan.groups.len() {
             if let Some(store) = self.pool.store_mut(group) {
@@ -301,7 +399,13 @@ impl Cache {
             }
         }
         self.seqs.free.sort_unstable_by(|a, b| b.cmp(a));
+        if let Some(reuse) = &mut self.reuse {
+            reuse.clear();
+        }
         self.counters = Stats::default();
+        self.evictions_by_priority.fill(0);
+        self.begun = 0;
+        self.preempted = false;
         Ok(())
     }
 
@@ -343,23 +447,50 @@ impl Cache {
 
     /// Gives back one block of a row, if the row has it.
     fn give_back_block(&mut self, group: usize, slot: u32, at: u32) {
-        let row = self.plan.groups[group].max_blocks_per_seq;
-        let entry = &mut self.tables[group][slot as usize * row as usize + at as usize];
-        let block = std::mem::replace(entry, NO_BLOCK);
+        let block = self.entry(group, slot, at);
         if block == NO_BLOCK {
             return;
         }
+        self.set_entry(group, slot, at, NO_BLOCK);
         let state = self.seqs.state_mut(slot, group);
         let promised_before = state.promised();
         state.held -= 1;
         let promised = state.promised() - promised_before;
+        self.give_up(group, BlockId(block));
         if let Some(store) = self.pool.store_mut(group) {
-            let dropped = store.drop_ref(BlockId(block));
-            debug_assert!(dropped.is_ok(), "a table names an active block");
             let kept = store.promise(promised);
             debug_assert!(kept.is_ok(), "the block that came back can be promised");
         }
         self.seqs.record_mut(slot).table_version += 1;
+    }
+
+    /// The blocks that a sequence holds of a group, with their places in its row.
+    fn held_blocks(&self, group: usize, slot: u32) -> impl Iterator<Item = (u32, BlockId)> + '_ {
+        let row = self.plan.groups[group].max_blocks_per_seq as usize;
+        let next = self.seqs.state(slot, group).next as usize;
+        let entries = &self.tables[group][slot as usize * row..][..next];
+        (0..).zip(entries).filter(|(_, block)| **block != NO_BLOCK).map(|(at, b)| (at, BlockId(*b)))
+    }
+
+    /// Notes that the last block of a row is no tail any more: it is full, or the sequence goes.
+    fn leave_tail(&mut self, group: usize, slot: u32) {
+        self.set_tail(group, slot, false);
+    }
+
+    /// Notes that the last block of a row is its tail, or no more, if it is not full.
+    fn set_tail(&mut self, group: usize, slot: u32, tail: bool) {
+        let len = self.seqs.record(slot).len;
+        let layers = &self.plan.groups[group];
+        let per_block = layers.layout.unit_tokens;
+        if layers.kind == GroupKind::Contiguous || len % per_block == 0 {
+            return;
+        }
+        let block = self.entry(group, slot, len / per_block);
+        if let Some(store) = self.pool.store_mut(group)
+            && block != NO_BLOCK
+        {
+            store.set_tail(BlockId(block), tail);
+        }
     }
 
     /// Bytes of the slots of live sequences in contiguous groups.
@@ -375,8 +506,14 @@ impl Cache {
     }
 
     fn used_bytes(&self) -> Bytes {
-        let groups = self.live_tokens.iter().zip(&self.plan.groups);
-        Bytes(groups.map(|(tokens, group)| tokens * group.bytes_per_token.get()).sum())
+        let groups = (0..).zip(self.live_tokens.iter().zip(&self.plan.groups));
+        let used = groups.map(|(g, (tokens, group))| {
+            // What several sequences hold is there once.
+            let again = self.pool.store(g).map_or(0, |store| u64::from(store.shared_rows()));
+            let tokens = tokens.saturating_sub(again * u64::from(group.layout.unit_tokens));
+            tokens * group.bytes_per_token.get()
+        });
+        Bytes(used.sum())
     }
 
     fn note_peaks(&mut self) {
@@ -388,7 +525,7 @@ impl Cache {
 
     /// Whether `begin` promises blocks.
     fn guaranteed(&self) -> bool {
-        self.plan.admission == Admission::Guaranteed
+        self.plan.admission != Admission::MaxUtilization
     }
 }
 

@@ -1,5 +1,6 @@
 //! Sequences: their handles, their slots, and what each holds.
 
+use super::prefix::ProbeTable;
 use crate::error::CacheError;
 use crate::plan::{GROUP_STATE_BYTES, SEQ_RECORD_BYTES};
 
@@ -39,13 +40,22 @@ pub(super) struct SeqRecord {
     /// Raised each time the slot is released; the first sequence of a slot has 1.
     pub(super) generation: u64,
     pub(super) key: Option<u64>,
+    /// The how-many-th sequence of the cache it is: the youngest has the highest number.
+    pub(super) begun: u64,
     pub(super) alive: bool,
+    /// Whether it is only a reservation so far.
+    pub(super) reserved: bool,
     /// Tokens committed.
     pub(super) len: u32,
     /// The most tokens that were ever committed: what has left a window does not come back.
     pub(super) high_water: u32,
     /// Tokens that the sequence may have: what admission was asked for.
     pub(super) limit: u32,
+    /// Tokens from the first on whose ids are known. More than `len` while a prompt is prefilled.
+    pub(super) known: u32,
+    /// The most tokens that were ever written to the slot, cancelled steps included; outlives the
+    /// sequence, because the bytes do.
+    pub(super) written: u32,
     /// Raised each time a block leaves the sequence: a table row read before is stale.
     pub(super) table_version: u64,
     /// The number of the last step that named it.
@@ -66,6 +76,9 @@ pub(super) struct GroupState {
     pub(super) held: u32,
     /// Blocks that admission promised in all; 0 under max-utilization.
     pub(super) quota: u32,
+    /// Whether others may hold its last block too, so that it must be looked at before it is
+    /// written.
+    pub(super) shared_tail: bool,
 }
 
 const _: () = assert!(size_of::<GroupState>() as u64 == GROUP_STATE_BYTES);
@@ -86,6 +99,8 @@ pub(super) struct SeqTable {
     /// State in every group. `[seq_slots, num_groups]`
     states: Vec<GroupState>,
     num_groups: usize,
+    /// Slots by the engine's keys.
+    keys: ProbeTable,
     cache_id: u32,
 }
 
@@ -97,6 +112,7 @@ impl SeqTable {
             free: (0..seq_slots).rev().collect(),
             states: vec![GroupState::default(); slots * num_groups],
             num_groups,
+            keys: ProbeTable::new(u64::from(seq_slots)),
             cache_id,
         }
     }
@@ -114,13 +130,19 @@ impl SeqTable {
         }
     }
 
+    /// The handle of a live sequence.
+    pub(super) fn handle(&self, slot: u32) -> SeqHandle {
+        let generation = self.record(slot).generation;
+        SeqHandle { cache_id: self.cache_id, slot, generation }
+    }
+
     pub(super) fn alive(&self) -> u32 {
         // Both are at most `seq_slots`, a u32.
         u32::try_from(self.records.len() - self.free.len()).unwrap_or(u32::MAX)
     }
 
     pub(super) fn has_key(&self, key: u64) -> bool {
-        self.records.iter().any(|record| record.alive && record.key == Some(key))
+        self.keys.with_tag(key_tag(key)).any(|slot| self.record(slot).key == Some(key))
     }
 
     pub(super) fn record(&self, slot: u32) -> &SeqRecord {
@@ -139,23 +161,47 @@ impl SeqTable {
         &mut self.states[slot as usize * self.num_groups + group]
     }
 
-    /// Takes the next free slot for a sequence and gives its handle. The caller has checked that
-    /// there is one.
-    pub(super) fn take(&mut self, key: Option<u64>, limit: u32) -> Option<SeqHandle> {
-        let slot = self.free.pop()?;
+    /// Takes the free slot at a place of the free list for a sequence, and gives its handle.
+    pub(super) fn take_at(&mut self, at: usize, key: Option<u64>, limit: u32) -> SeqHandle {
+        let slot = self.free.remove(at);
         let record = self.record_mut(slot);
         let generation = record.generation + 1;
-        *record = SeqRecord { generation, key, alive: true, limit, ..SeqRecord::default() };
-        Some(SeqHandle { cache_id: self.cache_id, slot, generation })
+        let written = record.written;
+        *record = SeqRecord { generation, key, alive: true, limit, written, ..Default::default() };
+        if let Some(key) = key {
+            self.keys.insert(key_tag(key), slot);
+        }
+        SeqHandle { cache_id: self.cache_id, slot, generation }
+    }
+
+    /// Undoes [`SeqTable::take_at`] of the last free slot.
+    pub(super) fn untake(&mut self, slot: u32, at: usize) {
+        self.clear(slot);
+        self.free.insert(at, slot);
     }
 
     /// Gives a slot back; its handles are stale from here on.
     pub(super) fn give_back(&mut self, slot: u32) {
+        self.clear(slot);
+        self.free.push(slot);
+    }
+
+    fn clear(&mut self, slot: u32) {
+        if let Some(key) = self.record(slot).key {
+            self.keys.remove(key_tag(key), slot);
+        }
         let record = self.record_mut(slot);
-        *record = SeqRecord { generation: record.generation, ..SeqRecord::default() };
+        let (generation, written) = (record.generation, record.written);
+        *record = SeqRecord { generation, written, ..SeqRecord::default() };
         for group in 0..self.num_groups {
             *self.state_mut(slot, group) = GroupState::default();
         }
-        self.free.push(slot);
     }
+}
+
+/// Spreads a key over the table's tags.
+fn key_tag(key: u64) -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "the upper half")]
+    let tag = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32;
+    tag
 }

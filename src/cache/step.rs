@@ -39,7 +39,25 @@ impl Cache {
     /// Stale, foreign or repeated handles, 0 tokens, a limit exceeded, or
     /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
     pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
-        self.open_step(wanted)?;
+        self.open_step(wanted, None)?;
+        Ok(Step { cache: self, open: true })
+    }
+
+    /// As [`Cache::reserve`], with the ids of the step's tokens, in the order of its rows, so that
+    /// tokens behind the prompt can be shared too. `[num_tokens]`
+    ///
+    /// Without them what lies behind the prompt is unknown, and the blocks from there on are not
+    /// shared.
+    ///
+    /// # Errors
+    /// As [`Cache::reserve`], [`CacheError::TokenMismatch`] where the prompt says otherwise, and
+    /// [`CacheError::WrongShape`]. Nothing changes.
+    pub fn reserve_tokens(
+        &mut self,
+        wanted: &[(SeqHandle, u32)],
+        tokens: &[u32],
+    ) -> Result<Step<'_>, CacheError> {
+        self.open_step(wanted, Some(tokens))?;
         Ok(Step { cache: self, open: true })
     }
 }

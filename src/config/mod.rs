@@ -122,6 +122,15 @@ pub struct CacheConfig {
     /// What is promised to a sequence when it begins.
     #[serde(default)]
     pub admission: Admission,
+    /// Whether sequences that begin alike share what they have in common.
+    #[serde(default = "default_prefix_reuse")]
+    pub prefix_reuse: bool,
+    /// Events of the prefix index that are kept until they are polled; 0 keeps none.
+    #[serde(default)]
+    pub event_buffer: u32,
+    /// Blocks that `begin` leaves free, under `max-utilization` only: room for what runs to grow.
+    #[serde(default)]
+    pub watermark_blocks: u32,
     /// Settings of the `int8` format; refused with any other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub int8: Option<Int8Config>,
@@ -133,6 +142,11 @@ pub struct CacheConfig {
 /// The size of a block when the file does not say.
 fn default_tokens_per_block() -> u32 {
     16
+}
+
+/// Whether prefixes are shared when the file does not say.
+fn default_prefix_reuse() -> bool {
+    true
 }
 
 /// Which layers keep their keys and values in one run, and which in blocks.
@@ -172,6 +186,9 @@ pub enum Admission {
     /// Nothing: blocks are taken step by step, and a step may find none left. More sequences run
     /// at once; the engine must be ready to preempt.
     MaxUtilization,
+    /// As `guaranteed`, and a batch runs to its end before the next one begins: once a step was
+    /// committed, nothing is admitted until every sequence was released.
+    StaticBatch,
 }
 
 /// `[cache.int8]`.

@@ -10,17 +10,19 @@
 mod convert;
 mod counting_alloc;
 pub mod cpu;
+mod huge_vec;
 mod quant;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
+pub use huge_vec::{huge_vec, prefetch};
 pub use quant::{dequantize_row, quantize_row};
 pub use tensor::{DType, TensorMut, TensorRef};
 
 use std::fmt;
 
 use crate::error::DeviceError;
-use crate::plan::{GroupLayout, LayerScales, SeqView};
+use crate::plan::{GroupLayout, Kv, LayerScales, SCALE_BYTES, SeqView};
 use crate::units::Bytes;
 
 /// What a device says of itself.
@@ -163,6 +165,37 @@ pub trait Device: Send + fmt::Debug {
     /// # Errors
     /// [`DeviceError::OutOfRange`].
     fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError>;
+
+    /// Copies some tokens of a unit to the same places of another unit of the same layout: K, V
+    /// and scales of every layer and head, and no byte more. Gives the bytes copied.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    fn copy_tokens(
+        &mut self,
+        layout: &GroupLayout,
+        src_unit: u32,
+        dst_unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> Result<u64, DeviceError> {
+        let count = u64::from(tokens.end.saturating_sub(tokens.start));
+        let row_bytes = layout.row_bytes() * count;
+        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * count;
+        for layer in 0..layout.num_layers {
+            for kv in [Kv::K, Kv::V] {
+                for head in 0..layout.num_kv_heads {
+                    let row = |unit| layout.row(unit, layer, kv, head, tokens.start);
+                    self.copy(row(src_unit), row(dst_unit), row_bytes)?;
+                    if scale_bytes > 0 {
+                        let scales = |unit| layout.scales(unit, layer, kv, head, tokens.start);
+                        self.copy(scales(src_unit), scales(dst_unit), scale_bytes)?;
+                    }
+                }
+            }
+        }
+        let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
+        Ok(rows * (row_bytes + scale_bytes))
+    }
 
     /// Sets `len` bytes from `offset` on to `byte`.
     ///

@@ -138,8 +138,10 @@ impl<'a> Scheduler<'a> {
         // What does not fit u32 is longer than any limit.
         let total = u32::try_from(request.total_tokens()).unwrap_or(u32::MAX);
         let options = BeginOptions { max_len: Some(total), ..BeginOptions::default() };
-        match self.cache.can_admit(request.prompt_tokens, &options) {
-            Ok(()) => {
+        let longest = self.cache.plan().limits.max_seq_len as usize + 1;
+        let prompt = vec![0; (request.prompt_tokens as usize).min(longest)];
+        match self.cache.check_admission(&prompt, &options) {
+            Ok(_) => {
                 let prefix = request.prompt_tokens;
                 self.tasks[index as usize] = Task { total, prefix, ..Task::default() };
                 self.waiting.push_back(index);
@@ -243,17 +245,17 @@ impl<'a> Scheduler<'a> {
         let id = self.requests[index as usize].id;
         let options =
             BeginOptions { key: Some(id), max_len: Some(task.total), ..BeginOptions::default() };
-        match self.cache.can_admit(task.prefix, &options) {
-            Ok(()) => {}
+        let formula = self.engine.formula();
+        self.prompt.clear();
+        self.prompt.extend((0..task.prefix).map(|position| formula.token(id, position)));
+        match self.cache.check_admission(&self.prompt, &options) {
+            Ok(_) => {}
             Err(CacheError::NotAdmitted { .. } | CacheError::NoSeqSlot { .. }) => return Ok(false),
             Err(error) => return Err(error),
         }
         if !self.has_room_to_progress(&task) {
             return Ok(false);
         }
-        let formula = self.engine.formula();
-        self.prompt.clear();
-        self.prompt.extend((0..task.prefix).map(|position| formula.token(id, position)));
         let begun = self.cache.begin(&self.prompt, options)?;
         let task = &mut self.tasks[index as usize];
         task.sequence = Some(begun.sequence);

@@ -56,7 +56,8 @@ pub(super) fn size(config: &Config, limits: &Limits, drafts: &[Draft]) -> Result
             Measure::Slots(clamp(slots).min(limits.max_seqs))
         }
         (Capacity::Tokens(tokens), false) => {
-            Measure::Shared { blocks: tokens.div_ceil(tokens_per_block), typical_seq_len }
+            let blocks = tokens.div_ceil(tokens_per_block);
+            Measure::Shared { blocks, typical_seq_len }
         }
         (Capacity::Blocks(_), true) => {
             return Err(PlanError::Contradiction {
@@ -180,10 +181,12 @@ fn units_of(
     let units = match measure {
         Measure::WorstCase | Measure::Slots(_) => worst,
         Measure::Each(blocks) if draft.window.is_none() => blocks,
-        // Windowed layers can never use more than their worst case.
+        // Windowed layers can never use more than their worst case, but to keep prefixes.
+        Measure::Each(blocks) if draft.keeps_prefixes => blocks,
         Measure::Each(blocks) => blocks.min(worst),
         Measure::Shared { blocks, typical_seq_len } => {
-            shared_units(draft, blocks, typical_seq_len, limits)
+            let units = shared_units(draft, blocks, typical_seq_len, limits);
+            if draft.keeps_prefixes { units } else { units.min(worst) }
         }
     };
     match u32::try_from(units) {
@@ -201,17 +204,15 @@ fn units_of(
 ///
 /// A sequence of the typical length holds f blocks of full attention and w of this group, so
 /// `blocks` of the former go with ⌈blocks · w / f⌉ of the latter. One sequence that fills all of
-/// the former must fit too. More than one for each of the former is never used, and of no group
-/// more than its worst case.
+/// the former must fit too. More than one for each of the former is never used.
 fn shared_units(draft: &Draft, blocks: u64, typical_seq_len: u32, limits: &Limits) -> u64 {
-    let worst = u64::from(draft.blocks_per_full_seq) * u64::from(limits.max_seqs);
     if draft.window.is_none() {
-        return blocks.min(worst);
+        return blocks;
     }
     let per_seq = |len| u64::from(draft.blocks_for(len, limits));
     let full = u64::from(typical_seq_len.div_ceil(draft.shape.unit_tokens));
     let beside = u128::from(blocks) * u128::from(per_seq(typical_seq_len));
     let beside = u64::try_from(beside.div_ceil(u128::from(full))).unwrap_or(u64::MAX);
     let alone = blocks.min(per_seq(limits.max_seq_len));
-    beside.max(alone).min(blocks).min(worst)
+    beside.max(alone).min(blocks)
 }

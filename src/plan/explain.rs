@@ -153,6 +153,7 @@ impl Plan {
             sequences(self.full_length_seqs),
             sequences(self.seq_slots)
         )?;
+        writeln!(out, "prefixes  {}", self.reuse.words())?;
         if self.full_length_seqs == 0 {
             writeln!(
                 out,

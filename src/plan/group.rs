@@ -61,6 +61,8 @@ pub(super) struct Draft {
     /// Blocks of one sequence of `max_seq_len` tokens; 0 for contiguous groups.
     pub(super) blocks_per_full_seq: u32,
     pub(super) max_blocks_per_seq: u32,
+    /// Whether blocks beyond what sequences hold are of use: they keep prefixes.
+    pub(super) keeps_prefixes: bool,
 }
 
 impl Draft {
@@ -180,6 +182,7 @@ fn draft(
         bytes_per_token,
         blocks_per_full_seq: if paged { full } else { 0 },
         max_blocks_per_seq: if paged { limits.max_seq_len.div_ceil(tokens_per_block) } else { 0 },
+        keeps_prefixes: paged && config.cache.prefix_reuse,
     })
 }
 

@@ -12,18 +12,21 @@ mod format;
 mod group;
 mod host;
 mod layout;
+mod reuse;
 mod workspace;
 
 pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
 pub use group::{GroupKind, LayerGroup};
 pub use host::{
-    BATCH_SEQ_BYTES, BLOCK_RECORD_BYTES, GROUP_STATE_BYTES, HostTerm, SEQ_RECORD_BYTES,
+    BATCH_SEQ_BYTES, BLOCK_LISTS_BYTES, BLOCK_RECORD_BYTES, COW_BYTES, DONOR_NAME_BYTES, EVENT_BYTES, EXPIRY_BYTES, GROUP_STATE_BYTES,
+    HostTerm, NAMESPACE_BYTES, NODE_BYTES, PENDING_BYTES, PIN_BYTES, SEQ_RECORD_BYTES, SEQ_SHARE_BYTES,
+    probe_places,
 };
 pub use layout::{
     Addressing, GROUP_ALIGN, GroupLayout, Kv, LayerView, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape,
     visible,
 };
-
+pub use reuse::{GroupReuse, ReusePlan};
 pub use workspace::{CpuWorkspace, HEADS_AT_ONCE, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
 
 use serde::Serialize;
@@ -88,6 +91,12 @@ pub struct Plan {
     pub tokens_per_block: u32,
     /// What `begin` promises.
     pub admission: Admission,
+    /// Blocks that `begin` leaves free, under max-utilization.
+    pub watermark_blocks: u32,
+    /// How prefixes are shared.
+    pub reuse: ReusePlan,
+    /// Events that are kept until they are polled.
+    pub event_buffer: u32,
     /// The capacity that was asked for.
     pub capacity: Capacity,
     /// The layer groups, in the order in which they lie in the pool.
@@ -144,7 +153,16 @@ impl Plan {
             .groups
             .iter()
             .try_fold(Bytes::ZERO, |sum, group| sum.try_add(group.bytes_per_token))?;
-        let host_terms = host::terms(geometry, &limits, &sized.groups, sized.seq_slots)?;
+        let reuse = ReusePlan::new(config, &sized.groups);
+        let event_buffer = if reuse.lead.is_some() { config.cache.event_buffer } else { 0 };
+        let host_terms = host::terms(
+            geometry,
+            &limits,
+            &sized.groups,
+            sized.seq_slots,
+            &reuse,
+            event_buffer,
+        )?;
         let host_bytes =
             host_terms.iter().try_fold(Bytes::ZERO, |sum, term| sum.try_add(term.bytes))?;
         Ok(Self {
@@ -153,6 +171,9 @@ impl Plan {
             format,
             tokens_per_block: config.cache.tokens_per_block,
             admission: config.cache.admission,
+            watermark_blocks: config.cache.watermark_blocks,
+            reuse,
+            event_buffer,
             capacity: config.pool.capacity,
             layers,
             static_scales: static_scales(config, geometry),
@@ -197,6 +218,19 @@ impl Plan {
             Some(window) => (high_water + 1).saturating_sub(window + self.limits.max_rewind_tokens),
             None => 0,
         }
+    }
+
+    /// Pins that can be held at once.
+    #[must_use]
+    pub fn max_pins(&self) -> u32 {
+        reuse::max_pins(&self.limits)
+    }
+
+    /// Namespaces that can be told apart at once.
+    #[must_use]
+    pub fn max_namespaces(&self) -> u32 {
+        let lead = self.reuse.lead.map_or(0, |lead| self.groups[lead.index()].layout.units);
+        host::max_namespaces(lead, self.seq_slots)
     }
 
     /// Checks the plan, with a device's workspace of so many bytes, against the memory that there

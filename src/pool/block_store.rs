@@ -1,4 +1,5 @@
-//! The blocks of one paged layer group: states, references, generations, the free list.
+//! The blocks of one paged layer group: states, references, generations, the free list, the
+//! cached lists.
 //!
 //! No memory of K or V is touched here; a block is its id. The store is a flat array of records,
 //! made once; every list runs through the records, so no operation allocates, and all are O(1).
@@ -13,12 +14,31 @@
 //! ```
 //!
 //! Invariants: free + active + cached = total; promised ≤ free + cached; a block on the free or
-//! the cached list has no references; an active one has at least one. Blocks that are *promised*
+//! a cached list has no references; an active one has at least one. Blocks that are *promised*
 //! to sequences ("reserved") are not picked out: they are a number of blocks on the
 //! free or cached list that [`BlockStore::unpromised`] leaves out.
+//!
+//! # What sharing owes
+//!
+//! Under guaranteed admission every sequence is promised the blocks that it lacks for its whole
+//! length. A block that several sequences hold counts as held by each, though it is there once, so
+//! some of them may need another in its place later. What a block owes is promised too, by
+//! [`Debts`]:
+//!
+//! - Without a window a full block is shared for good. A partial one is not: of the sequences whose
+//!   last block it is (`tails`), each copies it when it appends, but for the last one, if nobody
+//!   else holds it. So it owes `tails`, less one if all its holders are tails.
+//! - With a window every holder drops the block in time and needs another then; the block itself
+//!   comes back once. So it owes one less than the sequences that hold it (and one for each of
+//!   them while it is pinned, since it does not come back then).
+//!
+//! With these debts, what is free or cached always covers what has been promised, whatever the
+//! sequences do next.
 
 use serde::Serialize;
 
+use super::lru::{ClassLists, DEFAULT_PRIORITY, MAX_PRIORITY};
+use crate::device::huge_vec;
 use crate::error::{CacheError, InvariantError};
 use crate::plan::{BLOCK_RECORD_BYTES, NO_BLOCK};
 use crate::units::{BlockId, GroupIdx};
@@ -60,21 +80,62 @@ impl BlockHandle {
     }
 }
 
-/// One block's record.
+/// One block's record. Half a cache line.
 #[derive(Clone, Copy, Debug)]
-struct Record {
+pub(super) struct Record {
     /// Raised each time the block is given back.
     generation: u64,
-    /// References held by sequences.
+    /// References: of rows, of pins, and those that a step holds until it commits.
     refs: u32,
     /// Free list: the next free block. Cached list: the next younger one.
-    next: u32,
+    pub(super) next: u32,
     /// Cached list: the next older one.
-    prev: u32,
+    pub(super) prev: u32,
+    /// Of the references, rows in which it is the last block and not full.
+    tails: u32,
+    /// Of the references, those that a step holds of blocks that it copied.
+    holds: u32,
+    /// Of the references, pins.
+    pins: u16,
     state: BlockState,
+    /// The list that it is on, or will be on, when it is cached.
+    pub(super) class: u8,
 }
 
 const _: () = assert!(size_of::<Record>() as u64 == BLOCK_RECORD_BYTES);
+
+impl Record {
+    /// Rows that hold it beyond the first.
+    const fn shared_rows(&self) -> u32 {
+        (self.refs - self.holds - self.pins as u32).saturating_sub(1)
+    }
+}
+
+/// What shared blocks owe their holders (see the module's documentation).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Debts {
+    /// Nothing: nothing is promised.
+    None,
+    /// The blocks of a group without a window.
+    Tails,
+    /// The blocks of a group with a window.
+    Window,
+}
+
+impl Debts {
+    /// What one block owes.
+    const fn of(self, record: &Record) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Tails if record.tails == 0 => 0,
+            Self::Tails => record.tails - (record.refs - record.holds == record.tails) as u32,
+            Self::Window => {
+                let sequences = record.refs - record.holds - record.pins as u32;
+                if sequences == 0 { 0 } else { sequences - (record.pins == 0) as u32 }
+            }
+        }
+    }
+}
 
 /// The blocks of one paged layer group.
 #[derive(Debug)]
@@ -83,12 +144,15 @@ pub struct BlockStore {
     records: Vec<Record>,
     /// References that a block may have.
     ref_limit: u32,
+    debts: Debts,
     free_head: u32,
     free: u32,
-    cached_oldest: u32,
-    cached_youngest: u32,
+    lists: ClassLists,
     cached: u32,
+    peak_cached: u32,
     promised: u32,
+    /// Rows that hold a block which another row holds too: references of rows beyond the first.
+    shared_rows: u32,
 }
 
 /// How many blocks are in which state.
@@ -107,47 +171,43 @@ pub struct BlockCounts {
 }
 
 impl BlockStore {
-    /// All `total` blocks free; block 0 is the first to be taken.
+    /// All `total` blocks free; block 0 is the first to be taken. Nothing is promised for sharing.
     #[must_use]
     pub fn new(group: GroupIdx, total: u32, ref_limit: u32) -> Self {
-        let record = |id: u32| Record {
-            generation: 0,
-            refs: 0,
-            next: if id + 1 < total { id + 1 } else { NO_BLOCK },
-            prev: NO_BLOCK,
-            state: BlockState::Free,
-        };
+        Self::with_debts(group, total, ref_limit, Debts::None)
+    }
+
+    /// As [`BlockStore::new`], with what shared blocks owe.
+    #[must_use]
+    pub fn with_debts(group: GroupIdx, total: u32, ref_limit: u32, debts: Debts) -> Self {
         Self {
             group,
-            records: (0..total).map(record).collect(),
+            records: huge_vec(total as usize, |id| fresh(id, total, 0)),
             ref_limit,
+            debts,
             free_head: if total == 0 { NO_BLOCK } else { 0 },
             free: total,
-            cached_oldest: NO_BLOCK,
-            cached_youngest: NO_BLOCK,
+            lists: ClassLists::new(),
             cached: 0,
+            peak_cached: 0,
             promised: 0,
+            shared_rows: 0,
         }
     }
 
-    /// Every block free again and block 0 the first to be taken; handles are stale.
-    pub(crate) fn reset(&mut self) {
+    /// All blocks free again, in the order of a new store; every handle is stale.
+    pub fn reset(&mut self) {
         let total = self.total();
-        for (id, record) in (0..).zip(&mut self.records) {
-            *record = Record {
-                generation: record.generation + 1,
-                refs: 0,
-                next: if id + 1 < total { id + 1 } else { NO_BLOCK },
-                prev: NO_BLOCK,
-                state: BlockState::Free,
-            };
+        for (id, record) in self.records.iter_mut().enumerate() {
+            *record = fresh(id, total, record.generation + 1);
         }
         self.free_head = if total == 0 { NO_BLOCK } else { 0 };
         self.free = total;
-        self.cached_oldest = NO_BLOCK;
-        self.cached_youngest = NO_BLOCK;
+        self.lists = ClassLists::new();
         self.cached = 0;
+        self.peak_cached = 0;
         self.promised = 0;
+        self.shared_rows = 0;
     }
 
     /// All blocks.
@@ -155,6 +215,12 @@ impl BlockStore {
     pub fn total(&self) -> u32 {
         // `new` was given a u32.
         u32::try_from(self.records.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Free blocks.
+    #[must_use]
+    pub const fn free(&self) -> u32 {
+        self.free
     }
 
     /// Blocks that can be taken: free ones, and cached ones that can be evicted. A cached block
@@ -167,7 +233,19 @@ impl BlockStore {
     /// Available blocks that no admitted sequence was promised.
     #[must_use]
     pub const fn unpromised(&self) -> u32 {
-        self.available() - self.promised
+        self.available().saturating_sub(self.promised)
+    }
+
+    /// The most blocks that were ever cached at once.
+    #[must_use]
+    pub const fn peak_cached(&self) -> u32 {
+        self.peak_cached
+    }
+
+    /// References of rows to blocks that another row holds too, beyond the first of each.
+    #[must_use]
+    pub(crate) const fn shared_rows(&self) -> u32 {
+        self.shared_rows
     }
 
     /// How many blocks are in which state; the five counts add up.
@@ -206,19 +284,37 @@ impl BlockStore {
         self.promised = self.promised.saturating_sub(blocks);
     }
 
-    /// Takes a block with one reference: a free one, or else the oldest cached one, evicted.
-    /// `None` when there is neither; nothing has changed then.
+    /// Changes a record, and what its block owes with it.
+    fn change(&mut self, block: BlockId, change: impl FnOnce(&mut Record)) {
+        let debts = self.debts;
+        let record = &mut self.records[block.index()];
+        let (owed, shared) = (debts.of(record), record.shared_rows());
+        change(record);
+        self.promised = self.promised + debts.of(record) - owed;
+        self.shared_rows = self.shared_rows + record.shared_rows() - shared;
+    }
+
+    /// What a block would owe more (or, negative, less) with other numbers of references and
+    /// tails.
+    pub(crate) fn debt_change(&self, block: BlockId, refs: i32, tails: i32, pins: i16) -> i64 {
+        let before = self.records[block.index()];
+        let mut after = before;
+        after.refs = after.refs.saturating_add_signed(refs);
+        after.tails = after.tails.saturating_add_signed(tails);
+        after.pins = after.pins.saturating_add_signed(pins);
+        i64::from(self.debts.of(&after)) - i64::from(self.debts.of(&before))
+    }
+
+    /// Takes the first free block, with one reference. `None` when no block is free, cached ones
+    /// aside (see [`BlockStore::evict`]); nothing has changed then.
     pub fn take(&mut self) -> Option<BlockId> {
-        if self.free == 0 {
-            self.evict()?;
-        }
         let id = self.free_head;
         let record = self.records.get_mut(id as usize)?;
         self.free_head = record.next;
         self.free -= 1;
         record.state = BlockState::Active;
         record.refs = 1;
-        record.next = NO_BLOCK;
+        record.class = DEFAULT_PRIORITY;
         Some(BlockId(id))
     }
 
@@ -233,7 +329,7 @@ impl BlockStore {
         if record.refs >= limit {
             return Err(CacheError::TooManyRefs { block: block.0, limit });
         }
-        record.refs += 1;
+        self.change(block, |record| record.refs += 1);
         Ok(())
     }
 
@@ -243,42 +339,42 @@ impl BlockStore {
     /// # Errors
     /// [`CacheError::StaleBlock`] for a block that is not active; nothing changes.
     pub fn drop_ref(&mut self, block: BlockId) -> Result<(), CacheError> {
-        let free_head = self.free_head;
-        let record = self.active(block)?;
-        record.refs -= 1;
-        if record.refs == 0 {
-            record.state = BlockState::Free;
-            record.generation += 1;
-            record.next = free_head;
-            self.free_head = block.0;
-            self.free += 1;
+        let last = self.active(block)?.refs == 1;
+        self.change(block, |record| record.refs -= 1);
+        if last {
+            self.set_free(block);
         }
         Ok(())
     }
 
     /// Drops the last reference of a block whose tokens can be reused: it becomes the youngest
-    /// cached block and keeps its generation.
+    /// cached block of its class and keeps its generation.
     ///
     /// # Errors
     /// [`CacheError::StaleBlock`] for a block that is not active, [`CacheError::TooManyRefs`] for
     /// one that others hold too; nothing changes.
     pub fn park(&mut self, block: BlockId) -> Result<(), CacheError> {
-        let youngest = self.cached_youngest;
-        let record = self.active(block)?;
-        if record.refs != 1 {
+        if self.active(block)?.refs != 1 {
             return Err(CacheError::TooManyRefs { block: block.0, limit: 1 });
         }
-        record.refs = 0;
-        record.state = BlockState::Cached;
-        record.prev = youngest;
-        record.next = NO_BLOCK;
-        match self.records.get_mut(youngest as usize) {
-            Some(older) => older.next = block.0,
-            None => self.cached_oldest = block.0,
-        }
-        self.cached_youngest = block.0;
+        self.change(block, |record| record.refs = 0);
+        self.records[block.index()].state = BlockState::Cached;
+        self.lists.push(&mut self.records, block.0);
         self.cached += 1;
+        self.peak_cached = self.peak_cached.max(self.cached);
         Ok(())
+    }
+
+    /// Drops a reference of a block that others may hold; the last one parks it if `keep`, and
+    /// frees it otherwise. Says whether it was the last.
+    pub(crate) fn give_up(&mut self, block: BlockId, keep: bool) -> Result<bool, CacheError> {
+        let last = self.active(block)?.refs == 1;
+        if last && keep {
+            self.park(block)?;
+        } else {
+            self.drop_ref(block)?;
+        }
+        Ok(last)
     }
 
     /// Gives a cached block to a sequence again, with one reference.
@@ -290,48 +386,166 @@ impl BlockStore {
             Some(record) if record.state == BlockState::Cached => {}
             other => return Err(self.stale(block, other.map_or(0, |record| record.generation))),
         }
-        self.unlink_cached(block);
+        self.lists.unlink(&mut self.records, block.0);
+        self.cached -= 1;
         let record = &mut self.records[block.index()];
         record.state = BlockState::Active;
         record.refs = 1;
         Ok(())
     }
 
-    /// Forgets the oldest cached block: it is free, and its handles are stale.
-    pub fn evict(&mut self) -> Option<BlockId> {
-        let oldest = BlockId(self.cached_oldest);
-        self.records.get(oldest.index())?;
-        self.unlink_cached(oldest);
-        let record = &mut self.records[oldest.index()];
+    /// One more reference to a block that is active or cached. Says whether it was cached.
+    ///
+    /// # Errors
+    /// As [`BlockStore::add_ref`].
+    pub(crate) fn claim(&mut self, block: BlockId) -> Result<bool, CacheError> {
+        if self.records.get(block.index()).is_some_and(|r| r.state == BlockState::Cached) {
+            self.revive(block).map(|()| true)
+        } else {
+            self.add_ref(block).map(|()| false)
+        }
+    }
+
+    /// Undoes [`BlockStore::claim`], when everything that happened since has been undone: a block
+    /// that was cached is again where it was on its list.
+    pub(crate) fn unclaim(&mut self, block: BlockId) {
+        self.change(block, |record| record.refs -= 1);
+        if self.records[block.index()].refs == 0 {
+            self.records[block.index()].state = BlockState::Cached;
+            self.lists.link(&mut self.records, block.0);
+            self.cached += 1;
+        }
+    }
+
+    /// Notes that a block is, or no more is, the last and not full in one of the rows that hold it.
+    pub(crate) fn set_tail(&mut self, block: BlockId, tail: bool) {
+        self.change(block, |record| {
+            record.tails = if tail { record.tails + 1 } else { record.tails.saturating_sub(1) };
+        });
+    }
+
+    /// Turns a row's reference to its last block into a step's hold, because the row is about to
+    /// get a copy.
+    pub(crate) fn hold_tail(&mut self, block: BlockId) {
+        self.change(block, |record| {
+            record.holds += 1;
+            record.tails = record.tails.saturating_sub(1);
+        });
+    }
+
+    /// Undoes [`BlockStore::hold_tail`].
+    pub(crate) fn unhold_tail(&mut self, block: BlockId) {
+        self.change(block, |record| {
+            record.holds = record.holds.saturating_sub(1);
+            record.tails += 1;
+        });
+    }
+
+    /// Drops a step's hold, as [`BlockStore::give_up`].
+    pub(crate) fn drop_hold(&mut self, block: BlockId, keep: bool) -> Result<bool, CacheError> {
+        self.change(block, |record| record.holds = record.holds.saturating_sub(1));
+        self.give_up(block, keep)
+    }
+
+    /// Adds a reference that no sequence holds.
+    pub(crate) fn pin(&mut self, block: BlockId) -> Result<(), CacheError> {
+        self.active(block)?;
+        self.change(block, |record| {
+            record.refs += 1;
+            record.pins += 1;
+        });
+        Ok(())
+    }
+
+    /// Drops the reference of a pin, as [`BlockStore::give_up`].
+    pub(crate) fn unpin(&mut self, block: BlockId, keep: bool) -> Result<bool, CacheError> {
+        let last = self.active(block)?.refs == 1;
+        self.change(block, |record| record.pins = record.pins.saturating_sub(1));
+        self.give_up(block, keep)?;
+        Ok(last)
+    }
+
+    /// References that rows and pins have to a block: those of a step that copied it left out.
+    #[must_use]
+    pub(crate) fn holders(&self, block: BlockId) -> u32 {
+        self.records.get(block.index()).map_or(0, |record| record.refs - record.holds)
+    }
+
+    /// All references to a block.
+    #[must_use]
+    pub(crate) fn references(&self, block: BlockId) -> u32 {
+        self.records.get(block.index()).map_or(0, |record| record.refs)
+    }
+
+    /// The priority class of a block.
+    #[must_use]
+    pub fn class(&self, block: BlockId) -> u8 {
+        self.records.get(block.index()).map_or(0, |record| record.class)
+    }
+
+    /// Gives a block another priority class; a cached one becomes the youngest of it.
+    pub(crate) fn set_class(&mut self, block: BlockId, class: u8) {
+        let class = class.min(MAX_PRIORITY);
+        let Some(record) = self.records.get(block.index()) else { return };
+        if record.class == class {
+            return;
+        }
+        let cached = record.state == BlockState::Cached;
+        if cached {
+            self.lists.unlink(&mut self.records, block.0);
+        }
+        self.records[block.index()].class = class;
+        if cached {
+            self.lists.push(&mut self.records, block.0);
+        }
+    }
+
+    /// The cached block that is evicted next: the oldest of the lowest class.
+    #[must_use]
+    pub fn victim(&self) -> Option<BlockId> {
+        self.lists.first().map(BlockId)
+    }
+
+    /// Forgets a cached block: it is the next free one, and its handles are stale.
+    ///
+    /// # Errors
+    /// [`CacheError::StaleBlock`] for a block that is not cached; nothing changes.
+    pub fn evict(&mut self, block: BlockId) -> Result<(), CacheError> {
+        match self.records.get(block.index()) {
+            Some(record) if record.state == BlockState::Cached => {}
+            other => return Err(self.stale(block, other.map_or(0, |record| record.generation))),
+        }
+        self.lists.unlink(&mut self.records, block.0);
+        self.cached -= 1;
+        self.set_free(block);
+        Ok(())
+    }
+
+    /// Puts a block to the front of the free list.
+    fn set_free(&mut self, block: BlockId) {
+        let record = &mut self.records[block.index()];
         record.state = BlockState::Free;
         record.generation += 1;
         record.next = self.free_head;
-        self.free_head = oldest.0;
+        self.free_head = block.0;
         self.free += 1;
-        Some(oldest)
-    }
-
-    /// Takes a cached block out of the cached list.
-    fn unlink_cached(&mut self, block: BlockId) {
-        let Record { next, prev, .. } = self.records[block.index()];
-        match self.records.get_mut(prev as usize) {
-            Some(older) => older.next = next,
-            None => self.cached_oldest = next,
-        }
-        match self.records.get_mut(next as usize) {
-            Some(younger) => younger.prev = prev,
-            None => self.cached_youngest = prev,
-        }
-        let record = &mut self.records[block.index()];
-        record.next = NO_BLOCK;
-        record.prev = NO_BLOCK;
-        self.cached -= 1;
     }
 
     /// The state, references and generation of a block.
     #[must_use]
     pub fn get(&self, block: BlockId) -> Option<(BlockState, u32, u64)> {
         self.records.get(block.index()).map(|record| (record.state, record.refs, record.generation))
+    }
+
+    /// Of a block's references: tails, holds and pins.
+    pub(crate) fn kinds(&self, block: BlockId) -> (u32, u32, u32) {
+        let record = &self.records[block.index()];
+        (record.tails, record.holds, u32::from(record.pins))
+    }
+
+    /// What all blocks owe together.
+    pub(crate) fn all_debts(&self) -> u64 {
+        self.records.iter().map(|record| u64::from(self.debts.of(record))).sum()
     }
 
     /// The free blocks, next to be taken first.
@@ -341,7 +555,7 @@ impl BlockStore {
 
     /// The cached blocks, next to be evicted first.
     pub fn cached_list(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.list(self.cached_oldest, self.cached)
+        self.lists.heads().flat_map(|head| self.list(head, self.cached))
     }
 
     /// Follows `next` from `head`, at most one step further than `expected`, so that a broken
@@ -375,7 +589,7 @@ impl BlockStore {
         }
         if cached != self.cached as usize || cached_listed != cached {
             return fail(format!(
-                "{cached} cached, {cached_listed} on the list, {} counted",
+                "{cached} cached, {cached_listed} on the lists, {} counted",
                 self.cached
             ));
         }
@@ -386,30 +600,51 @@ impl BlockStore {
             return fail(format!("{} promised of {} available", self.promised, self.available()));
         }
         for (id, record) in self.records.iter().enumerate() {
-            if (record.refs > 0) != (record.state == BlockState::Active) {
-                return fail(format!(
-                    "block {id} is {:?} with {} references",
-                    record.state, record.refs
-                ));
-            }
-            if record.refs > self.ref_limit {
-                return fail(format!("block {id} has {} references", record.refs));
-            }
+            self.check_record(record).or_else(|what| fail(format!("block {id}: {what}")))?;
         }
         Ok(())
     }
 
-    fn active(&mut self, block: BlockId) -> Result<&mut Record, CacheError> {
-        let group = self.group;
-        let stale = |generation| CacheError::StaleBlock { group, block: block.0, generation };
-        match self.records.get_mut(block.index()) {
+    fn check_record(&self, record: &Record) -> Result<(), String> {
+        let Record { refs, tails, holds, pins, state, .. } = *record;
+        if (refs > 0) != (state == BlockState::Active) {
+            return Err(format!("{state:?} with {refs} references"));
+        }
+        if refs > self.ref_limit {
+            return Err(format!("{refs} references, at most {}", self.ref_limit));
+        }
+        if u64::from(tails) + u64::from(holds) + u64::from(pins) > u64::from(refs) {
+            return Err(format!("{refs} references, {tails} tails, {holds} holds, {pins} pins"));
+        }
+        Ok(())
+    }
+
+    fn active(&self, block: BlockId) -> Result<&Record, CacheError> {
+        match self.records.get(block.index()) {
             Some(record) if record.state == BlockState::Active => Ok(record),
-            Some(record) => Err(stale(record.generation)),
-            None => Err(stale(0)),
+            Some(record) => Err(self.stale(block, record.generation)),
+            None => Err(self.stale(block, 0)),
         }
     }
 
     fn stale(&self, block: BlockId, generation: u64) -> CacheError {
         CacheError::StaleBlock { group: self.group, block: block.0, generation }
+    }
+}
+
+/// The record of a free block of a new store.
+fn fresh(id: usize, total: u32, generation: u64) -> Record {
+    // Ids are below `total`, a u32.
+    let next = u32::try_from(id).unwrap_or(u32::MAX).saturating_add(1);
+    Record {
+        generation,
+        refs: 0,
+        next: if next < total { next } else { NO_BLOCK },
+        prev: NO_BLOCK,
+        tails: 0,
+        holds: 0,
+        pins: 0,
+        state: BlockState::Free,
+        class: DEFAULT_PRIORITY,
     }
 }

@@ -4,14 +4,19 @@
 //! It knows nothing of tokens; the meaning of a block is the cache's.
 
 mod block_store;
+mod lru;
 mod stats;
 
-pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore};
+pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore, Debts};
+pub use lru::{DEFAULT_PRIORITY, MAX_PRIORITY};
 pub use stats::{GroupStats, Stats};
 
+use crate::config::Admission;
 use crate::device::Device;
-use crate::plan::{GroupKind, Plan};
+use crate::plan::{BLOCK_LISTS_BYTES, GroupKind, Plan};
 use crate::units::{Bytes, GroupIdx};
+
+const _: () = assert!(size_of::<Option<BlockStore>>() as u64 == BLOCK_LISTS_BYTES);
 
 /// The device's memory and the blocks that it is divided into.
 #[derive(Debug)]
@@ -28,9 +33,15 @@ impl Pool {
         let stores = (0..)
             .zip(&plan.groups)
             .map(|(g, group)| {
-                // A sequence holds a block at most once, so no block has more references than
-                // there are sequences.
-                let store = || BlockStore::new(GroupIdx(g), group.layout.units, plan.seq_slots);
+                // A sequence and a pin hold a block at most once each.
+                let refs = plan.seq_slots + plan.max_pins();
+                let debts = match (plan.admission, group.window) {
+                    (Admission::MaxUtilization, _) => Debts::None,
+                    (_, None) => Debts::Tails,
+                    (_, Some(_)) => Debts::Window,
+                };
+                let units = group.layout.units;
+                let store = || BlockStore::with_debts(GroupIdx(g), units, refs, debts);
                 (group.kind == GroupKind::Paged).then(store)
             })
             .collect();
@@ -48,17 +59,19 @@ impl Pool {
         self.stores.get_mut(group)?.as_mut()
     }
 
-    /// Bytes of all active blocks, and of all promised ones.
-    pub(crate) fn block_bytes(&self, plan: &Plan) -> (Bytes, Bytes) {
+    /// Bytes of all active blocks, of all promised ones, and of all cached ones.
+    pub(crate) fn block_bytes(&self, plan: &Plan) -> (Bytes, Bytes, Bytes) {
         let mut active = 0;
         let mut promised = 0;
+        let mut cached = 0;
         for (store, group) in self.stores.iter().zip(&plan.groups) {
             if let Some(store) = store {
                 let counts = store.counts();
                 active += u64::from(counts.active) * group.layout.unit_bytes;
                 promised += u64::from(counts.promised) * group.layout.unit_bytes;
+                cached += u64::from(counts.cached) * group.layout.unit_bytes;
             }
         }
-        (Bytes(active), Bytes(promised))
+        (Bytes(active), Bytes(promised), Bytes(cached))
     }
 }

@@ -7,19 +7,23 @@ use crate::units::Bytes;
 
 /// Counters and gauges of a cache.
 ///
-/// Gauges: `seqs`, the three `_bytes` without `peak`, `groups`. Everything else only grows.
+/// Gauges: `seqs`, the four `_bytes` without `peak`. Everything else only grows.
 /// `held_bytes + promised_bytes − used_bytes` is the waste: memory that no other sequence can
 /// have and that holds no token.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Stats {
     /// Sequences alive.
     pub seqs: u32,
-    /// Bytes of K, V and scales of tokens that some query may still see.
+    /// Bytes of K, V and scales of tokens that some query may still see. What several sequences
+    /// share counts once (and a shared block that is not full as less than its tokens, so that
+    /// this is never more than `held_bytes`).
     pub used_bytes: Bytes,
     /// Bytes of the blocks and slots that sequences hold.
     pub held_bytes: Bytes,
     /// Bytes of the blocks that admission promised and that are not taken yet.
     pub promised_bytes: Bytes,
+    /// Bytes of blocks that nobody holds and that are kept for reuse, promised ones left out.
+    pub cached_bytes: Bytes,
     /// The largest `used_bytes` so far.
     pub peak_used_bytes: Bytes,
     /// The largest `held_bytes` so far.
@@ -38,6 +42,50 @@ pub struct Stats {
     pub saturated: u64,
     /// Bytes copied within the pool.
     pub copied_bytes: Bytes,
+    /// Sequences that looked for a prefix: all that were begun, forks left out.
+    pub prefix_queries: u64,
+    /// Tokens of their prompts.
+    pub prefix_query_tokens: u64,
+    /// Of these, tokens that were in the cache.
+    pub prefix_hit_tokens: u64,
+    /// Whole blocks that were.
+    pub prefix_hit_blocks: u64,
+    /// Matches that ended within a block.
+    pub prefix_partial_hits: u64,
+    /// Tokens of those last blocks.
+    pub prefix_partial_tokens: u64,
+    /// Matches that a windowed group made shorter.
+    pub window_misses: u64,
+    /// Matches that were shorter because no slot of contiguous groups had as much.
+    pub donor_misses: u64,
+    /// Blocks made shareable.
+    pub blocks_published: u64,
+    /// Blocks given back at once because the index had the same one.
+    pub blocks_deduplicated: u64,
+    /// Cached blocks given up for others.
+    pub evictions: u64,
+    /// Blocks copied before a write because others held them too.
+    pub cow_copies: u64,
+    /// Blocks of which a part was copied for a new sequence.
+    pub partial_copies: u64,
+    /// Blocks of which a part was of use, taken over without copying.
+    pub partial_takeovers: u64,
+    /// Prefixes copied between slots of contiguous groups.
+    pub donor_copies: u64,
+    /// Slots of contiguous groups taken over with their prefix.
+    pub donor_takeovers: u64,
+    /// Sequences preempted.
+    pub preemptions: u64,
+    /// Sequences refused because all slots were taken,
+    pub refused_slots: u64,
+    /// because too few blocks were available,
+    pub refused_blocks: u64,
+    /// because the whole pool has too few,
+    pub refused_never: u64,
+    /// because they were longer than a limit,
+    pub refused_too_long: u64,
+    /// and because a static batch was under way.
+    pub refused_static_batch: u64,
 }
 
 /// Gauges of one layer group.

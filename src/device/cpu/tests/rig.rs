@@ -80,6 +80,9 @@ pub(super) fn plan(params: &Params) -> Plan {
             tokens_per_block: params.tokens_per_block,
             format,
             admission: Admission::Guaranteed,
+            prefix_reuse: false,
+            event_buffer: 0,
+            watermark_blocks: 0,
             int8: scale.map(|scale| Int8Config {
                 scale,
                 k_scale: static_scale(scale, 0.011),

@@ -1,0 +1,133 @@
+//! Copy-on-write: a last block that others hold too is copied before a step writes into it.
+//!
+//! `reserve` turns the row's reference into a hold, so that the block stays as it is until the
+//! step has committed (a cancelled step takes it back), takes another block for the row, and copies
+//! exactly the row's tokens. Of several rows that end in the same block each copies but the last,
+//! which writes in place if nobody else can find the block.
+
+use super::{Cache, SeqHandle};
+use crate::error::CacheError;
+use crate::plan::{COW_BYTES, NO_BLOCK};
+use crate::units::BlockId;
+
+/// A block that a step replaces in a row by a copy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Replaced {
+    pub(super) group: u32,
+    pub(super) slot: u32,
+    pub(super) at: u32,
+    /// The block that the others go on with.
+    pub(super) block: u32,
+}
+
+const _: () = assert!(size_of::<Replaced>() as u64 == COW_BYTES);
+
+impl Cache {
+    /// Finds the last blocks that must be copied before a step writes, holds them, and adds the
+    /// blocks for the copies to what the step wants.
+    pub(super) fn hold_shared_tails(&mut self, wanted: &[(SeqHandle, u32)]) {
+        for &(sequence, _) in wanted {
+            let slot = sequence.slot;
+            for group in 0..self.plan.groups.len() {
+                if self.seqs.state(slot, group).shared_tail {
+                    self.hold_shared_tail(group, slot);
+                }
+            }
+        }
+    }
+
+    fn hold_shared_tail(&mut self, group: usize, slot: u32) {
+        let len = self.seqs.record(slot).len;
+        let per_block = self.plan.groups[group].layout.unit_tokens;
+        if len % per_block == 0 {
+            return;
+        }
+        let at = len / per_block;
+        let block = self.entry(group, slot, at);
+        let shareable = self.is_shareable(group, BlockId(block));
+        let Some(store) = self.pool.store_mut(group) else { return };
+        if store.holders(BlockId(block)) == 1 && !shareable {
+            return;
+        }
+        store.hold_tail(BlockId(block));
+        self.batch.wanted[group] += 1;
+        let group = u32::try_from(group).unwrap_or(u32::MAX);
+        self.batch.replaced.push(Replaced { group, slot, at, block });
+    }
+
+    /// Undoes [`Cache::hold_shared_tails`], of a step that was refused.
+    pub(super) fn unhold_shared_tails(&mut self) {
+        while let Some(replaced) = self.batch.replaced.pop() {
+            if let Some(store) = self.pool.store_mut(replaced.group as usize) {
+                store.unhold_tail(BlockId(replaced.block));
+            }
+        }
+    }
+
+    /// Takes the blocks for the copies of a step, and copies. There are enough.
+    ///
+    /// # Errors
+    /// The device's; the step must be undone.
+    pub(super) fn copy_shared_tails(&mut self) -> Result<(), CacheError> {
+        for n in 0..self.batch.replaced.len() {
+            let Replaced { group, slot, at, block } = self.batch.replaced[n];
+            let group = group as usize;
+            // The row had one block here and has one again: what it was promised stays the same.
+            let copy = self.swap_block(group, slot, at).ok_or(self.exhausted(group, 1))?;
+            let layout = &self.plan.groups[group].layout;
+            let tokens = self.seqs.record(slot).len % layout.unit_tokens;
+            let bytes = self.pool.device.copy_tokens(layout, block, copy.0, 0..tokens)?;
+            self.counters.copied_bytes.0 += bytes;
+            self.counters.cow_copies += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes a block for a place of a row that has one.
+    fn swap_block(&mut self, group: usize, slot: u32, at: u32) -> Option<BlockId> {
+        if !self.make_free(group) {
+            return None;
+        }
+        let store = self.pool.store_mut(group)?;
+        let block = store.take()?;
+        store.set_tail(block, true);
+        self.set_entry(group, slot, at, block.0);
+        self.seqs.record_mut(slot).table_version += 1;
+        Some(block)
+    }
+
+    /// Undoes the copies of a step: the last first.
+    pub(super) fn undo_copies(&mut self) {
+        while let Some(Replaced { group, slot, at, block }) = self.batch.replaced.pop() {
+            let group = group as usize;
+            let copy = self.entry(group, slot, at);
+            self.set_entry(group, slot, at, block);
+            let Some(store) = self.pool.store_mut(group) else { continue };
+            if copy != block && copy != NO_BLOCK {
+                store.set_tail(BlockId(copy), false);
+                let freed = store.drop_ref(BlockId(copy));
+                debug_assert!(freed.is_ok(), "the copy is the step's own");
+            }
+            store.unhold_tail(BlockId(block));
+            self.seqs.record_mut(slot).table_version += 1;
+        }
+    }
+
+    /// Lets the blocks go that a committed step has copied.
+    pub(super) fn drop_replaced(&mut self) {
+        for n in 0..self.batch.replaced.len() {
+            let Replaced { group, slot, block, .. } = self.batch.replaced[n];
+            let group = group as usize;
+            let block = BlockId(block);
+            let keep = self.is_shareable(group, block);
+            self.seqs.state_mut(slot, group).shared_tail = false;
+            let Some(store) = self.pool.store_mut(group) else { continue };
+            let last = store.drop_hold(block, keep);
+            debug_assert!(last.is_ok(), "the step has held it");
+            if keep && last == Ok(true) {
+                self.note_parked(group, block);
+            }
+        }
+        self.batch.replaced.clear();
+    }
+}

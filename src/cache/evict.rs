@@ -1,0 +1,115 @@
+//! Giving blocks back: to those who share them, to the cached lists, to the free list.
+
+use super::Cache;
+use crate::plan::NO_BLOCK;
+use crate::units::BlockId;
+
+impl Cache {
+    /// Whether a block can be found by others: published, or attached to a published one.
+    pub(super) fn is_shareable(&self, group: usize, block: BlockId) -> bool {
+        let Some(index) = self.index() else { return false };
+        if index.lead() == group {
+            return index.is_published(block.0);
+        }
+        let windowed = index.windowed().iter().position(|of| *of == group);
+        windowed.is_some_and(|windowed| index.lead_of(windowed, block.0) != NO_BLOCK)
+    }
+
+    /// Drops one reference to a block. The last one makes it cached if it can be found, and free
+    /// otherwise.
+    pub(super) fn give_up(&mut self, group: usize, block: BlockId) {
+        let keep = self.is_shareable(group, block);
+        let Some(store) = self.pool.store_mut(group) else { return };
+        let last = store.give_up(block, keep);
+        debug_assert!(last.is_ok(), "a reference that is dropped was held");
+        if keep && last == Ok(true) {
+            self.note_parked(group, block);
+        }
+    }
+
+    /// Starts the time limit of a block that was just cached.
+    pub(super) fn note_parked(&mut self, group: usize, block: BlockId) {
+        if self.lead() == Some(group)
+            && let Some(reuse) = &mut self.reuse
+        {
+            reuse.expiry.start(block.0);
+        }
+    }
+
+    /// Makes sure that a group has a free block, evicting a cached one if it must. Says whether
+    /// there is one.
+    pub(super) fn make_free(&mut self, group: usize) -> bool {
+        let Some(store) = self.pool.store(group) else { return false };
+        if store.free() > 0 {
+            return true;
+        }
+        let Some(victim) = store.victim() else { return false };
+        let class = store.class(victim);
+        self.evict(group, victim);
+        self.counters.evictions += 1;
+        self.evictions_by_priority[usize::from(class)] += 1;
+        true
+    }
+
+    /// Forgets a cached block: it is free.
+    fn evict(&mut self, group: usize, block: BlockId) {
+        self.forget(group, block);
+        if let Some(store) = self.pool.store_mut(group) {
+            let evicted = store.evict(block);
+            debug_assert!(evicted.is_ok(), "a victim is cached");
+        }
+    }
+
+    /// Takes a block out of the index, and with a block of the lead group what is attached to it.
+    pub(super) fn forget(&mut self, group: usize, block: BlockId) {
+        let Some(reuse) = &mut self.reuse else { return };
+        let Some(index) = &mut reuse.index else { return };
+        let lead = index.lead();
+        if group != lead {
+            let windowed = index.windowed().iter().position(|of| *of == group);
+            if let Some(windowed) = windowed {
+                let lead_block = index.lead_of(windowed, block.0);
+                index.detach(windowed, lead_block);
+                reuse.events.removed(group, block.0);
+            }
+            return;
+        }
+        for windowed in 0..index.windowed().len() {
+            let attached = index.detach(windowed, block.0);
+            if attached == NO_BLOCK {
+                continue;
+            }
+            let of_group = index.windowed()[windowed];
+            reuse.events.removed(of_group, attached);
+            if let Some(store) = self.pool.store_mut(of_group)
+                && store.holders(BlockId(attached)) == 0
+            {
+                // Held by nobody, so it is cached, and nobody can find it any more.
+                let freed = store.evict(BlockId(attached));
+                debug_assert!(freed.is_ok(), "a block that nobody holds is cached");
+            }
+        }
+        index.remove(block.0);
+        reuse.expiry.stop(block.0);
+        reuse.expiry.set_duration(block.0, u64::MAX);
+        reuse.events.removed(lead, block.0);
+    }
+
+    /// Forgets every cached block that nobody holds; what sequences and pins hold stays, and stays
+    /// shareable. Retained slots of contiguous groups are forgotten too.
+    pub fn clear_cached(&mut self) {
+        self.abandon_step();
+        let Some(lead) = self.lead() else {
+            self.forget_donors();
+            return;
+        };
+        let groups = self.plan.groups.len();
+        // The lead first: its blocks take what is attached with them.
+        for group in std::iter::once(lead).chain((0..groups).filter(|g| *g != lead)) {
+            while let Some(victim) = self.pool.store(group).and_then(|store| store.victim()) {
+                self.evict(group, victim);
+            }
+        }
+        self.forget_donors();
+    }
+}

@@ -1,0 +1,103 @@
+//! Making blocks shareable when a step commits.
+
+use super::Cache;
+use super::reuse::Reuse;
+use crate::plan::NO_BLOCK;
+use crate::units::BlockId;
+
+impl Cache {
+    /// Publishes the blocks of a sequence that are full, known and out of reach of a rewind of its
+    /// look-ahead. Where the index has the same block already, the sequence takes that one and
+    /// gives its own back.
+    pub(super) fn publish(&mut self, slot: u32) {
+        let per_block = self.plan.tokens_per_block;
+        let record = self.seqs.record(slot);
+        let Some(reuse) = &self.reuse else { return };
+        let share = &reuse.seqs[slot as usize];
+        let settled = record.known.min(record.len.saturating_sub(share.lookahead));
+        if share.keys.first == 0 || settled / per_block <= share.published {
+            return;
+        }
+        let Some(lead) = self.lead() else { return };
+        let first = share.published;
+        let mut parent = if first == 0 { NO_BLOCK } else { self.entry(lead, slot, first - 1) };
+        for at in first..settled / per_block {
+            parent = self.publish_block(lead, slot, at, parent);
+            if let Some(reuse) = &mut self.reuse {
+                reuse.seqs[slot as usize].published = at + 1;
+            }
+        }
+    }
+
+    /// Publishes one block of a row; gives the block that stands for these tokens from now on.
+    fn publish_block(&mut self, lead: usize, slot: u32, at: u32, parent: u32) -> u32 {
+        let per_block = self.plan.tokens_per_block;
+        let own = self.entry(lead, slot, at);
+        let Some(Reuse { index: Some(index), seqs, tokens, events, expiry, .. }) = &mut self.reuse
+        else {
+            return own;
+        };
+        let share = &seqs[slot as usize];
+        let ns = share.keys.at(at);
+        let row = slot as usize * self.plan.limits.max_seq_len as usize;
+        let start = row + (at * per_block) as usize;
+        let tokens = &tokens[start..start + per_block as usize];
+        let hash = index.chain(index.hash_after(parent), tokens, ns);
+        let (class, duration) = share.retentions.of_block(at * per_block, (at + 1) * per_block);
+        let block = match index.find(hash, parent, ns, tokens) {
+            Some(block) if block == own => own,
+            Some(block) => {
+                self.swap_for(lead, slot, at, block);
+                self.counters.blocks_deduplicated += 1;
+                block
+            }
+            None => {
+                index.insert(own, (parent, ns), tokens, hash, class);
+                events.stored(lead, own, (parent, ns), tokens);
+                expiry.set_duration(own, duration);
+                if let Some(store) = self.pool.store_mut(lead) {
+                    store.set_class(BlockId(own), class);
+                }
+                self.counters.blocks_published += 1;
+                self.raise_parents(own, class);
+                own
+            }
+        };
+        for windowed in 0..self.windowed_groups() {
+            self.attach(windowed, slot, at, block, class);
+        }
+        block
+    }
+
+    /// Attaches a sequence's block of a windowed group to the published block of the same tokens,
+    /// or takes the one that is attached.
+    fn attach(&mut self, windowed: usize, slot: u32, at: u32, lead_block: u32, class: u8) {
+        let Some(index) = self.index() else { return };
+        let group = index.windowed()[windowed];
+        let there = index.attached(windowed, lead_block);
+        let own = self.entry(group, slot, at);
+        if own == NO_BLOCK || own == there {
+            return;
+        }
+        if there != NO_BLOCK {
+            self.swap_for(group, slot, at, there);
+            return;
+        }
+        let Some(reuse) = &mut self.reuse else { return };
+        let Some(index) = &mut reuse.index else { return };
+        index.attach(windowed, lead_block, own);
+        reuse.events.attached(group, own, lead_block);
+        if let Some(store) = self.pool.store_mut(group) {
+            store.set_class(BlockId(own), class);
+        }
+    }
+
+    /// Replaces a block of a row by one that holds the same tokens.
+    fn swap_for(&mut self, group: usize, slot: u32, at: u32, block: u32) {
+        let own = self.entry(group, slot, at);
+        self.claim_block(group, block);
+        self.set_entry(group, slot, at, block);
+        self.give_up(group, BlockId(own));
+        self.seqs.record_mut(slot).table_version += 1;
+    }
+}

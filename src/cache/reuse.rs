@@ -1,0 +1,510 @@
+//! What a prompt finds in the cache, and how it is claimed.
+//!
+//! A match is the longest prefix that every layer group can give (see
+//! [`ReusePlan`](crate::plan::ReusePlan)): whole blocks of the index, the windows behind them, the
+//! first tokens of one block more, and for contiguous groups a donor's slot. It is looked for
+//! without changing anything, so the estimate and the act are the same function; then it is
+//! claimed, block by block, and only then are blocks taken for the tokens that are copied. So
+//! within a batch nothing that one sequence matched is evicted for another.
+
+use super::events::EventRing;
+use super::pin::PinTable;
+use super::prefix::{ChainKeys, Namespace, PrefixIndex, Probe, Prober, Walk};
+use super::retention::{Expiry, Retentions};
+use super::donor::{Donor, DonorName};
+use super::Cache;
+use crate::device::huge_vec;
+use crate::error::CacheError;
+use crate::plan::{GroupReuse, NO_BLOCK, Plan, SEQ_SHARE_BYTES};
+use crate::units::BlockId;
+
+/// What a sequence shares; the index of its slot is its own.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SeqShare {
+    pub(super) retentions: Retentions,
+    pub(super) keys: ChainKeys,
+    /// Blocks of its row that are published, from the first on.
+    pub(super) published: u32,
+    /// Tokens at its end that it may still rewind, which are not published yet.
+    pub(super) lookahead: u32,
+    /// When it was released, as a count of releases; donors only.
+    pub(super) released: u64,
+    /// Tokens of a released sequence that are still in the slot's contiguous groups; donors only.
+    pub(super) retained: u32,
+    /// The block that it goes on with in part, claimed and not copied yet, and its tokens.
+    pub(super) partial: Option<(u32, u32)>,
+    /// Whether a sequence of the batch under way wants to copy from the slot; donors only.
+    pub(super) wanted: bool,
+}
+
+const _: () = assert!(size_of::<SeqShare>() as u64 == SEQ_SHARE_BYTES);
+
+impl SeqShare {
+    const NEW: Self = Self {
+        retentions: Retentions::NONE,
+        keys: ChainKeys::NONE,
+        published: 0,
+        lookahead: 0,
+        released: 0,
+        retained: 0,
+        partial: None,
+        wanted: false,
+    };
+}
+
+/// Everything that sharing prefixes needs; absent where the plan shares none.
+#[derive(Debug)]
+pub(super) struct Reuse {
+    /// `None` in a plan whose groups are all contiguous.
+    pub(super) index: Option<PrefixIndex>,
+    /// `[seq_slots]`
+    pub(super) seqs: Vec<SeqShare>,
+    /// What the sequences consist of. `[seq_slots, max_seq_len]`
+    pub(super) tokens: Vec<u32>,
+    row: usize,
+    /// Who each slot's tokens belong to. `[seq_slots]`, empty without donors.
+    pub(super) names: Vec<DonorName>,
+    pub(super) epoch: u64,
+    pub(super) has_donors: bool,
+    pub(super) releases: u64,
+    pub(super) expiry: Expiry,
+    pub(super) events: EventRing,
+    pub(super) pins: PinTable,
+}
+
+impl Reuse {
+    pub(super) fn new(plan: &Plan, constant_hash: bool) -> Option<Self> {
+        if !plan.reuse.is_on() {
+            return None;
+        }
+        let index = PrefixIndex::new(plan, constant_hash);
+        let blocks = plan.reuse.lead.map_or(0, |lead| plan.groups[lead.index()].layout.units);
+        let row = plan.limits.max_seq_len as usize;
+        let none = plan.reuse.lead.is_none();
+        let (slots, has_donors) = (plan.seq_slots as usize, plan.reuse.has_donors());
+        Some(Self {
+            seqs: vec![SeqShare::NEW; slots],
+            tokens: huge_vec(slots * row, |_| 0),
+            row,
+            names: if has_donors { vec![DonorName::default(); slots] } else { Vec::new() },
+            epoch: 0,
+            has_donors,
+            releases: 0,
+            expiry: Expiry::new(blocks),
+            events: EventRing::new(plan.event_buffer, plan.tokens_per_block),
+            pins: if none { PinTable::none() } else { PinTable::new(plan) },
+            index,
+        })
+    }
+
+    /// What a sequence consists of, its slot's whole row.
+    pub(super) fn tokens(&self, slot: u32) -> &[u32] {
+        &self.tokens[slot as usize * self.row..][..self.row]
+    }
+
+    /// What a sequence consists of, to write.
+    pub(super) fn tokens_mut(&mut self, slot: u32) -> &mut [u32] {
+        &mut self.tokens[slot as usize * self.row..][..self.row]
+    }
+
+    /// Copies the first tokens of one sequence's row to another's.
+    pub(super) fn copy_tokens(&mut self, from: u32, to: u32, tokens: usize) {
+        let start = from as usize * self.row;
+        self.tokens.copy_within(start..start + tokens, to as usize * self.row);
+    }
+
+    /// Forgets everything; no sequence is alive.
+    pub(super) fn clear(&mut self) {
+        if let Some(index) = &mut self.index {
+            index.clear();
+            self.events.cleared(index.lead());
+        }
+        self.seqs.fill(SeqShare::NEW);
+        self.expiry.clear();
+    }
+}
+
+/// What a prompt finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Found {
+    /// Tokens that need no computing.
+    pub(super) len: u32,
+    /// Whole blocks of the index among them, and the last one.
+    pub(super) full: u32,
+    pub(super) last: u32,
+    /// The block that goes on in part, and its tokens.
+    pub(super) partial: Option<(u32, u32)>,
+    pub(super) donor: Option<Donor>,
+    /// Whether a window, or the lack of a donor, made it shorter than the index alone.
+    pub(super) cut: Cut,
+}
+
+/// What made a match shorter than the index has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cut {
+    Nothing,
+    Window,
+    Donor,
+}
+
+impl Found {
+    pub(super) const NOTHING: Self =
+        Self { len: 0, full: 0, last: NO_BLOCK, partial: None, donor: None, cut: Cut::Nothing };
+
+    /// The same without the block that matches in part. A donor's tokens go with it.
+    pub(super) fn without_partial(self, per_block: u32) -> Self {
+        let Some((_, tokens)) = self.partial else { return self };
+        debug_assert_eq!(self.len, self.full * per_block + tokens, "a match is blocks and a rest");
+        Self { len: self.full * per_block, partial: None, ..self }
+    }
+}
+
+/// Blocks of one group that a match claims.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Claims {
+    /// Blocks that the new sequence will hold.
+    pub(super) held: u32,
+    /// Of the blocks claimed, those that are cached and stop being available.
+    pub(super) cached: u32,
+    /// What the blocks claimed owe more.
+    pub(super) debts: i64,
+}
+
+impl Cache {
+    /// The prefix index, if the plan has one.
+    pub(super) fn index(&self) -> Option<&PrefixIndex> {
+        self.reuse.as_ref()?.index.as_ref()
+    }
+
+    /// The lead group, if the plan has one.
+    pub(super) fn lead(&self) -> Option<usize> {
+        self.index().map(PrefixIndex::lead)
+    }
+
+    /// How many windowed paged groups follow the lead.
+    pub(super) fn windowed_groups(&self) -> usize {
+        self.index().map_or(0, |index| index.windowed().len())
+    }
+
+    /// An entry of a block table.
+    pub(super) fn entry(&self, group: usize, slot: u32, at: u32) -> u32 {
+        let row = self.plan.groups[group].max_blocks_per_seq as usize;
+        self.tables[group][slot as usize * row + at as usize]
+    }
+
+    pub(super) fn set_entry(&mut self, group: usize, slot: u32, at: u32, block: u32) {
+        let row = self.plan.groups[group].max_blocks_per_seq as usize;
+        self.tables[group][slot as usize * row + at as usize] = block;
+    }
+
+    /// How much of a prompt is in the cache. Changes nothing.
+    #[must_use]
+    pub fn probe(&self, prompt: &[u32], namespace: &Namespace) -> Probe {
+        let found = self.find(prompt, namespace);
+        let partial_tokens = found.partial.map_or(0, |(_, tokens)| tokens);
+        Probe { cached_len: found.len, full_blocks: found.full, partial_tokens }
+    }
+
+    /// A reader that says how much of a prompt is cached, from any thread, while this cache works.
+    /// `None` where nothing is shared or contiguous layers take part: what a donor's slot holds is
+    /// known to the cache alone.
+    #[must_use]
+    pub fn prober(&self) -> Option<Prober> {
+        let reuse = self.reuse.as_ref().filter(|reuse| !reuse.has_donors)?;
+        reuse.index.as_ref().map(PrefixIndex::prober)
+    }
+
+    /// New sequences begin in another epoch: what was cached before is not found any more, because
+    /// the weights or an adapter changed. Sequences that run keep what they have.
+    pub fn set_epoch(&mut self, epoch: u64) {
+        self.abandon_step();
+        if let Some(reuse) = &mut self.reuse {
+            reuse.epoch = epoch;
+            if let Some(index) = &mut reuse.index {
+                index.epoch = epoch;
+            }
+        }
+    }
+
+    /// The longest prefix of a prompt that every group can give.
+    pub(super) fn find(&self, prompt: &[u32], namespace: &Namespace) -> Found {
+        let Some(reuse) = &self.reuse else { return Found::NOTHING };
+        // The last token is always computed, for its output.
+        let usable = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_sub(1);
+        let mut found = match &reuse.index {
+            None => Found { len: usable, ..Found::NOTHING },
+            Some(index) => {
+                let walk = index.walk(prompt, namespace);
+                self.fit(&walk, index)
+            }
+        };
+        if !reuse.has_donors {
+            return found;
+        }
+        // Each round ends it or makes it shorter.
+        while found.len > 0 {
+            let Some(donor) = self.find_donor(prompt, namespace, found.len) else {
+                return Found { cut: Cut::Donor, ..Found::NOTHING };
+            };
+            if donor.len == found.len {
+                return Found { donor: Some(donor), ..found };
+            }
+            found = match &reuse.index {
+                None => Found { len: donor.len, ..found },
+                Some(index) => self.fit(&self.shorten(&found, donor.len, index), index),
+            };
+            found.cut = Cut::Donor;
+        }
+        found
+    }
+
+    /// What the windowed groups leave of a walk.
+    fn fit(&self, walk: &Walk, index: &PrefixIndex) -> Found {
+        let probe = index.fit_windows(walk);
+        let mut last = walk.last;
+        for _ in probe.full_blocks..walk.full {
+            last = index.parent(last);
+        }
+        let full = probe.full_blocks;
+        let partial = walk.partial.filter(|_| probe.partial_tokens > 0);
+        let cut = if probe.cached_len < walk.len(self.plan.tokens_per_block) {
+            Cut::Window
+        } else {
+            Cut::Nothing
+        };
+        Found { len: probe.cached_len, full, last, partial, donor: None, cut }
+    }
+
+    /// The same match, but of `len` tokens only.
+    fn shorten(&self, found: &Found, len: u32, index: &PrefixIndex) -> Walk {
+        let per_block = self.plan.tokens_per_block;
+        let (full, rest) = (len / per_block, len % per_block);
+        let mut last = found.last;
+        let mut next = found.partial.map_or(NO_BLOCK, |(block, _)| block);
+        for _ in full..found.full {
+            next = last;
+            last = index.parent(last);
+        }
+        Walk { full, last, partial: (rest > 0).then_some((next, rest)) }
+    }
+
+    /// Calls `each` with every block that a match claims, as (group, place in the row, block), in
+    /// the order of claiming: from the last to the first, and last what it goes on with in part
+    /// (at place `full`).
+    fn each_claim(&self, found: &Found, each: &mut dyn FnMut(usize, u32, u32)) {
+        let Some(index) = self.index() else { return };
+        let lead = index.lead();
+        let mut block = found.last;
+        for at in (0..found.full).rev() {
+            each(lead, at, block);
+            for (windowed, &group) in index.windowed().iter().enumerate() {
+                if self.is_needed(group, at, found.len) {
+                    each(group, at, index.attached(windowed, block));
+                }
+            }
+            block = index.parent(block);
+        }
+        if let Some((block, _)) = found.partial {
+            each(lead, found.full, block);
+            for (windowed, &group) in index.windowed().iter().enumerate() {
+                each(group, found.full, index.attached(windowed, block));
+            }
+        }
+    }
+
+    /// Whether a windowed group of a sequence of `len` tokens needs the block at a place.
+    fn is_needed(&self, group: usize, at: u32, len: u32) -> bool {
+        let layers = &self.plan.groups[group];
+        let per_block = layers.layout.unit_tokens;
+        at >= self.plan.keep_from(super::group_idx(group), len) / per_block
+            || at < layers.layout.sink_tokens.div_ceil(per_block)
+    }
+
+    /// What a match claims of one group.
+    pub(super) fn claims(&self, group: usize, found: &Found) -> Claims {
+        let mut claims = Claims::default();
+        let Some(store) = self.pool.store(group) else { return claims };
+        self.each_claim(found, &mut |of, at, block| {
+            if of == group {
+                claims.held += u32::from(at < found.full);
+                if store.holders(BlockId(block)) == 0 {
+                    claims.cached += 1;
+                } else {
+                    claims.debts += store.debt_change(BlockId(block), 1, 0, 0);
+                }
+            }
+        });
+        claims
+    }
+
+    /// Claims what a match found for a new sequence: from here on nothing of it is evicted. The
+    /// block that it goes on with in part is claimed too, but not in its row yet.
+    pub(super) fn claim(&mut self, slot: u32, found: &Found) {
+        let Some(index) = self.index() else { return };
+        let lead = index.lead();
+        let mut block = found.last;
+        for at in (0..found.full).rev() {
+            self.claim_into_row(lead, slot, at, block);
+            for windowed in 0..self.windowed_groups() {
+                let Some(index) = self.index() else { return };
+                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                if self.is_needed(group, at, found.len) {
+                    self.claim_into_row(group, slot, at, attached);
+                }
+            }
+            block = self.index().map_or(NO_BLOCK, |index| index.parent(block));
+        }
+        for group in 0..self.plan.groups.len() {
+            if matches!(self.plan.reuse.groups[group], GroupReuse::Index | GroupReuse::Attached) {
+                let first = self.plan.keep_from(super::group_idx(group), found.len)
+                    / self.plan.tokens_per_block;
+                let state = self.seqs.state_mut(slot, group);
+                state.next = found.full;
+                state.first = first.min(found.full);
+            }
+        }
+        if let Some((block, _)) = found.partial {
+            self.claim_block(lead, block);
+            for windowed in 0..self.windowed_groups() {
+                let Some(index) = self.index() else { return };
+                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                self.claim_block(group, attached);
+            }
+        }
+        if let Some(reuse) = &mut self.reuse {
+            let share = &mut reuse.seqs[slot as usize];
+            share.published = found.full;
+            share.partial = found.partial;
+        }
+    }
+
+    fn claim_into_row(&mut self, group: usize, slot: u32, at: u32, block: u32) {
+        self.claim_block(group, block);
+        self.set_entry(group, slot, at, block);
+        self.seqs.state_mut(slot, group).held += 1;
+    }
+
+    /// Undoes [`Cache::claim`], when everything since has been undone: in the reverse order, so
+    /// that every list is again as it was.
+    pub(super) fn unclaim(&mut self, slot: u32) {
+        let Some(lead) = self.lead() else { return };
+        let share = match &mut self.reuse {
+            Some(reuse) => &mut reuse.seqs[slot as usize],
+            None => return,
+        };
+        let (full, partial) = (share.published, share.partial.take());
+        if let Some((block, _)) = partial {
+            for windowed in (0..self.windowed_groups()).rev() {
+                let Some(index) = self.index() else { return };
+                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                self.unclaim_block(group, attached);
+            }
+            self.unclaim_block(lead, block);
+        }
+        for at in 0..full {
+            for windowed in (0..self.windowed_groups()).rev() {
+                let Some(index) = self.index() else { return };
+                let group = index.windowed()[windowed];
+                let block = self.entry(group, slot, at);
+                if block != NO_BLOCK {
+                    self.unclaim_block(group, block);
+                    self.set_entry(group, slot, at, NO_BLOCK);
+                }
+            }
+            let block = self.entry(lead, slot, at);
+            self.unclaim_block(lead, block);
+            self.set_entry(lead, slot, at, NO_BLOCK);
+        }
+    }
+
+    /// One reference more to a block that is shareable.
+    pub(super) fn claim_block(&mut self, group: usize, block: u32) {
+        let Some(store) = self.pool.store_mut(group) else { return };
+        let was_cached = store.claim(BlockId(block));
+        debug_assert!(was_cached.is_ok(), "what the index names is active or cached");
+        if was_cached == Ok(true) && self.lead() == Some(group) {
+            if let Some(reuse) = &mut self.reuse {
+                reuse.expiry.stop(block);
+            }
+        }
+    }
+
+    fn unclaim_block(&mut self, group: usize, block: u32) {
+        let is_lead = self.lead() == Some(group);
+        let Some(store) = self.pool.store_mut(group) else { return };
+        store.unclaim(BlockId(block));
+        if store.holders(BlockId(block)) == 0
+            && is_lead
+            && let Some(reuse) = &mut self.reuse
+        {
+            reuse.expiry.restart(block);
+        }
+    }
+
+    /// Copies the tokens that a new sequence matched of a block it does not share, or takes the
+    /// block over where nobody else can want it: a leaf that nobody holds, of which at least half
+    /// is of use, in a plan that keeps each token in one block only.
+    ///
+    /// # Errors
+    /// The device's. The sequence then begins with its whole blocks.
+    pub(super) fn take_partial(&mut self, slot: u32) -> Result<(), CacheError> {
+        let Some(reuse) = &mut self.reuse else { return Ok(()) };
+        let share = &mut reuse.seqs[slot as usize];
+        let Some((source, tokens)) = share.partial.take() else { return Ok(()) };
+        let at = share.published;
+        let Some(index) = &reuse.index else { return Ok(()) };
+        let (lead, is_leaf) = (index.lead(), index.is_leaf(source));
+        let alone = index.windowed().is_empty()
+            && is_leaf
+            && self.pool.store(lead).is_some_and(|store| store.holders(BlockId(source)) == 1);
+        if alone && tokens * 2 >= self.plan.tokens_per_block {
+            self.take_over(slot, lead, at, source);
+            self.counters.partial_takeovers += 1;
+            return Ok(());
+        }
+        let mut result = self.copy_partial(slot, lead, at, source, tokens);
+        for windowed in 0..self.windowed_groups() {
+            let Some(index) = self.index() else { break };
+            let (group, attached) = (index.windowed()[windowed], index.attached(windowed, source));
+            if result.is_ok() {
+                result = self.copy_partial(slot, group, at, attached, tokens);
+            }
+            self.give_up(group, BlockId(attached));
+        }
+        self.give_up(lead, BlockId(source));
+        self.counters.partial_copies += 1;
+        result
+    }
+
+    /// Makes a claimed leaf of the index the last block of a row.
+    fn take_over(&mut self, slot: u32, lead: usize, at: u32, block: u32) {
+        self.forget(lead, BlockId(block));
+        self.set_entry(lead, slot, at, block);
+        let state = self.seqs.state_mut(slot, lead);
+        let promised = state.promised();
+        state.held += 1;
+        state.next = at + 1;
+        let less = promised - state.promised();
+        if let Some(store) = self.pool.store_mut(lead) {
+            store.unpromise(less);
+            store.set_class(BlockId(block), crate::pool::DEFAULT_PRIORITY);
+        }
+    }
+
+    /// Takes a block for a row and copies some tokens into it.
+    fn copy_partial(
+        &mut self,
+        slot: u32,
+        group: usize,
+        at: u32,
+        source: u32,
+        tokens: u32,
+    ) -> Result<(), CacheError> {
+        let block = self.take_block(group, slot, at).ok_or(self.exhausted(group, 1))?;
+        self.seqs.state_mut(slot, group).next = at + 1;
+        let layout = &self.plan.groups[group].layout;
+        let bytes = self.pool.device.copy_tokens(layout, source, block.0, 0..tokens)?;
+        self.counters.copied_bytes.0 += bytes;
+        Ok(())
+    }
+}
