@@ -101,7 +101,10 @@ fn edge_14_two_holders_of_half_the_pool_both_finish() {
         empty_step(&mut cache, &[(a, 4)]).expect("look-ahead was promised");
         cache.truncate(a, step + 1).expect("rejected");
         assert_eq!(cache.stats().held_bytes.0 + cache.stats().promised_bytes.0, held);
-        assert!(cache.check_admission(&[], &options(1, 0)).is_err(), "promised blocks are not free");
+        assert!(
+            cache.check_admission(&[], &options(1, 0)).is_err(),
+            "promised blocks are not free"
+        );
     }
 }
 

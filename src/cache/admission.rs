@@ -380,13 +380,15 @@ impl Cache {
         let limit = self.check_request(prompt.len() as u64, options)?;
         // At most `max_len`, a u32.
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let found = self.find(prompt, &options.namespace);
+        let mut found = self.find(prompt, &options.namespace);
         let mut fits = self.check_blocks(prompt_len, limit, &found);
-        let mut chosen = found;
-        if fits.is_err() && found.partial.is_some() && found.donor.is_none() {
+        if fits.is_err() && found.partial.is_some() {
             // Copying needs a block more while it goes on: without it there may be room.
-            chosen = found.without_partial(self.plan.tokens_per_block);
-            fits = self.check_blocks(prompt_len, limit, &chosen);
+            found = match found.donor {
+                None => found.without_partial(self.plan.tokens_per_block),
+                Some(_) => Found::NOTHING,
+            };
+            fits = self.check_blocks(prompt_len, limit, &found);
         }
         fits?;
         if self.seqs.free.is_empty() {
@@ -395,7 +397,7 @@ impl Cache {
         if self.batch_closed && self.seqs.alive() > 0 {
             return Err(CacheError::BatchUnderWay { live: self.seqs.alive() });
         }
-        Ok((limit, chosen))
+        Ok((limit, found))
     }
 
     /// Checks a request by itself; gives the most tokens that its sequence may have.
@@ -480,7 +482,7 @@ impl Cache {
             let Some(store) = self.pool.store(group) else { continue };
             let state = self.seqs.state(source, group);
             let per_block = self.plan.groups[group].layout.unit_tokens;
-            let tail = self.seqs.record(source).len % per_block != 0;
+            let tail = !self.seqs.record(source).len.is_multiple_of(per_block);
             let mut wanted = i64::from(state.promised());
             for (at, block) in self.held_blocks(group, source) {
                 let is_tail = tail && at + 1 == state.next;

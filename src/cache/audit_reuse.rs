@@ -1,8 +1,8 @@
 //! The audit's part on sharing: references, debts, the index, the donors.
 
+use super::Cache;
 use super::audit::{Digest, require};
 use super::reuse::Reuse;
-use super::Cache;
 use crate::error::InvariantError;
 use crate::plan::{GroupKind, NO_BLOCK};
 use crate::pool::BlockState;
@@ -30,7 +30,7 @@ impl Cache {
                 held[block.index()].rows += 1;
             }
             let len = self.seqs.record(slot).len;
-            let tail = if len % per_block == 0 {
+            let tail = if len.is_multiple_of(per_block) {
                 NO_BLOCK
             } else {
                 self.entry(group, slot, len / per_block)
@@ -177,8 +177,7 @@ impl Cache {
                     format!("group {group}: {block} is attached and free")
                 })?;
                 require(
-                    index.attached(windowed, lead_block) == block
-                        && index.is_published(lead_block),
+                    index.attached(windowed, lead_block) == block && index.is_published(lead_block),
                     || format!("group {group}: {block} is not what {lead_block} has"),
                 )?;
             }

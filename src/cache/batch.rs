@@ -264,7 +264,11 @@ impl Cache {
             let Some(store) = self.pool.store(group) else { continue };
             if wanted > u64::from(store.available()) {
                 let available = u64::from(store.available());
-                return Err(CacheError::PoolExhausted { group: group_idx(group), wanted, available });
+                return Err(CacheError::PoolExhausted {
+                    group: group_idx(group),
+                    wanted,
+                    available,
+                });
             }
         }
         Ok(())

@@ -39,7 +39,8 @@ impl Cache {
     fn hold_shared_tail(&mut self, group: usize, slot: u32) {
         let len = self.seqs.record(slot).len;
         let per_block = self.plan.groups[group].layout.unit_tokens;
-        if len % per_block == 0 {
+        if len.is_multiple_of(per_block) {
+            self.seqs.state_mut(slot, group).shared_tail = false;
             return;
         }
         let at = len / per_block;
@@ -47,6 +48,7 @@ impl Cache {
         let shareable = self.is_shareable(group, BlockId(block));
         let Some(store) = self.pool.store_mut(group) else { return };
         if store.holders(BlockId(block)) == 1 && !shareable {
+            self.seqs.state_mut(slot, group).shared_tail = false;
             return;
         }
         store.hold_tail(BlockId(block));

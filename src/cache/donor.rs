@@ -82,10 +82,11 @@ impl Cache {
         self.plan.groups.iter().enumerate().all(|(group, layers)| {
             layers.layout.addressing != Addressing::Ring || {
                 let kept_from = self.plan.keep_from(group_idx(group), len);
-                written.saturating_sub(layers.layout.ring_tokens) <= kept_from.max(
-                    // What lies below the sinks' end is never overwritten.
-                    layers.layout.sink_tokens.min(len),
-                )
+                written.saturating_sub(layers.layout.ring_tokens)
+                    <= kept_from.max(
+                        // What lies below the sinks' end is never overwritten.
+                        layers.layout.sink_tokens.min(len),
+                    )
             }
         })
     }

@@ -2,6 +2,7 @@
 
 use super::Cache;
 use crate::plan::NO_BLOCK;
+use crate::pool::BlockStore;
 use crate::units::BlockId;
 
 impl Cache {
@@ -46,6 +47,12 @@ impl Cache {
         let Some(victim) = store.victim() else { return false };
         let class = store.class(victim);
         self.evict(group, victim);
+        // Whoever needs one block often needs another: have the next victim's lines on their way.
+        if let Some(next) = self.pool.store(group).and_then(BlockStore::victim)
+            && let Some(index) = self.index()
+        {
+            index.prefetch(next);
+        }
         self.counters.evictions += 1;
         self.evictions_by_priority[usize::from(class)] += 1;
         true

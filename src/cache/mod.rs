@@ -218,6 +218,7 @@ impl Cache {
     }
 
     fn release_slot(&mut self, slot: u32) {
+        self.publish_the_rest(slot);
         for group in 0..self.plan.groups.len() {
             let live = self.live_in(group, slot);
             self.live_tokens[group] -= live;
@@ -482,7 +483,7 @@ impl Cache {
         let len = self.seqs.record(slot).len;
         let layers = &self.plan.groups[group];
         let per_block = layers.layout.unit_tokens;
-        if layers.kind == GroupKind::Contiguous || len % per_block == 0 {
+        if layers.kind == GroupKind::Contiguous || len.is_multiple_of(per_block) {
             return;
         }
         let block = self.entry(group, slot, len / per_block);

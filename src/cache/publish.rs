@@ -29,6 +29,13 @@ impl Cache {
         }
     }
 
+    /// Publishes what a look-ahead held back, of a sequence that ends: nothing is rewound any more.
+    pub(super) fn publish_the_rest(&mut self, slot: u32) {
+        let Some(reuse) = &mut self.reuse else { return };
+        reuse.seqs[slot as usize].lookahead = 0;
+        self.publish(slot);
+    }
+
     /// Publishes one block of a row; gives the block that stands for these tokens from now on.
     fn publish_block(&mut self, lead: usize, slot: u32, at: u32, parent: u32) -> u32 {
         let per_block = self.plan.tokens_per_block;

@@ -7,12 +7,12 @@
 //! claimed, block by block, and only then are blocks taken for the tokens that are copied. So
 //! within a batch nothing that one sequence matched is evicted for another.
 
+use super::Cache;
+use super::donor::{Donor, DonorName};
 use super::events::EventRing;
 use super::pin::PinTable;
 use super::prefix::{ChainKeys, Namespace, PrefixIndex, Probe, Prober, Walk};
 use super::retention::{Expiry, Retentions};
-use super::donor::{Donor, DonorName};
-use super::Cache;
 use crate::device::huge_vec;
 use crate::error::CacheError;
 use crate::plan::{GroupReuse, NO_BLOCK, Plan, SEQ_SHARE_BYTES};
@@ -347,7 +347,8 @@ impl Cache {
             self.claim_into_row(lead, slot, at, block);
             for windowed in 0..self.windowed_groups() {
                 let Some(index) = self.index() else { return };
-                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                let (group, attached) =
+                    (index.windowed()[windowed], index.attached(windowed, block));
                 if self.is_needed(group, at, found.len) {
                     self.claim_into_row(group, slot, at, attached);
                 }
@@ -367,7 +368,8 @@ impl Cache {
             self.claim_block(lead, block);
             for windowed in 0..self.windowed_groups() {
                 let Some(index) = self.index() else { return };
-                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                let (group, attached) =
+                    (index.windowed()[windowed], index.attached(windowed, block));
                 self.claim_block(group, attached);
             }
         }
@@ -396,7 +398,8 @@ impl Cache {
         if let Some((block, _)) = partial {
             for windowed in (0..self.windowed_groups()).rev() {
                 let Some(index) = self.index() else { return };
-                let (group, attached) = (index.windowed()[windowed], index.attached(windowed, block));
+                let (group, attached) =
+                    (index.windowed()[windowed], index.attached(windowed, block));
                 self.unclaim_block(group, attached);
             }
             self.unclaim_block(lead, block);
@@ -422,10 +425,11 @@ impl Cache {
         let Some(store) = self.pool.store_mut(group) else { return };
         let was_cached = store.claim(BlockId(block));
         debug_assert!(was_cached.is_ok(), "what the index names is active or cached");
-        if was_cached == Ok(true) && self.lead() == Some(group) {
-            if let Some(reuse) = &mut self.reuse {
-                reuse.expiry.stop(block);
-            }
+        if was_cached == Ok(true)
+            && self.lead() == Some(group)
+            && let Some(reuse) = &mut self.reuse
+        {
+            reuse.expiry.stop(block);
         }
     }
 

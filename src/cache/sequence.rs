@@ -201,7 +201,6 @@ impl SeqTable {
 
 /// Spreads a key over the table's tags.
 fn key_tag(key: u64) -> u32 {
-    #[expect(clippy::cast_possible_truncation, reason = "the upper half")]
     let tag = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32;
     tag
 }

@@ -41,7 +41,7 @@ impl Cache {
             if self.pool.store(group).is_some() {
                 self.leave_tail(group, slot);
                 self.give_back_from(group, slot, len.div_ceil(per_block));
-                self.seqs.state_mut(slot, group).shared_tail = len % per_block != 0;
+                self.seqs.state_mut(slot, group).shared_tail = !len.is_multiple_of(per_block);
             }
             let after = self.live_of(group, len, high_water);
             self.live_tokens[group] = self.live_tokens[group] - before + after;
@@ -69,7 +69,7 @@ impl Cache {
         }
         share.published = at;
         let Some(lead) = self.lead() else { return };
-        if len % per_block == 0 {
+        if len.is_multiple_of(per_block) {
             return;
         }
         let block = BlockId(self.entry(lead, slot, at));
@@ -91,13 +91,15 @@ impl Cache {
             let mut wanted = 0_i64;
             let mut dropped = 0_u32;
             for (at, block) in self.held_blocks(group, slot) {
-                let was_tail = i32::from(old_len % per_block != 0 && at == old_len / per_block);
+                let was_tail =
+                    i32::from(!old_len.is_multiple_of(per_block) && at == old_len / per_block);
                 if at >= keep {
                     dropped += 1;
                     wanted += store.debt_change(block, -1, -was_tail, 0);
                     wanted -= i64::from(store.references(block) == 1);
                 } else {
-                    let is_tail = i32::from(len % per_block != 0 && at == len / per_block);
+                    let is_tail =
+                        i32::from(!len.is_multiple_of(per_block) && at == len / per_block);
                     wanted += store.debt_change(block, 0, is_tail - was_tail, 0);
                 }
             }

@@ -18,9 +18,9 @@ mod workspace;
 pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
 pub use group::{GroupKind, LayerGroup};
 pub use host::{
-    BATCH_SEQ_BYTES, BLOCK_LISTS_BYTES, BLOCK_RECORD_BYTES, COW_BYTES, DONOR_NAME_BYTES, EVENT_BYTES, EXPIRY_BYTES, GROUP_STATE_BYTES,
-    HostTerm, NAMESPACE_BYTES, NODE_BYTES, PENDING_BYTES, PIN_BYTES, SEQ_RECORD_BYTES, SEQ_SHARE_BYTES,
-    probe_places,
+    BATCH_SEQ_BYTES, BLOCK_LISTS_BYTES, BLOCK_RECORD_BYTES, COW_BYTES, DONOR_NAME_BYTES,
+    EVENT_BYTES, EXPIRY_BYTES, GROUP_STATE_BYTES, HostTerm, NAMESPACE_BYTES, NODE_BYTES,
+    PENDING_BYTES, PIN_BYTES, SEQ_RECORD_BYTES, SEQ_SHARE_BYTES, probe_places,
 };
 pub use layout::{
     Addressing, GROUP_ALIGN, GroupLayout, Kv, LayerView, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape,
@@ -155,14 +155,8 @@ impl Plan {
             .try_fold(Bytes::ZERO, |sum, group| sum.try_add(group.bytes_per_token))?;
         let reuse = ReusePlan::new(config, &sized.groups);
         let event_buffer = if reuse.lead.is_some() { config.cache.event_buffer } else { 0 };
-        let host_terms = host::terms(
-            geometry,
-            &limits,
-            &sized.groups,
-            sized.seq_slots,
-            &reuse,
-            event_buffer,
-        )?;
+        let host_terms =
+            host::terms(geometry, &limits, &sized.groups, sized.seq_slots, &reuse, event_buffer)?;
         let host_bytes =
             host_terms.iter().try_fold(Bytes::ZERO, |sum, term| sum.try_add(term.bytes))?;
         Ok(Self {

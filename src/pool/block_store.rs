@@ -16,31 +16,16 @@
 //! Invariants: free + active + cached = total; promised ≤ free + cached; a block on the free or
 //! a cached list has no references; an active one has at least one. Blocks that are *promised*
 //! to sequences ("reserved") are not picked out: they are a number of blocks on the
-//! free or cached list that [`BlockStore::unpromised`] leaves out.
-//!
-//! # What sharing owes
-//!
-//! Under guaranteed admission every sequence is promised the blocks that it lacks for its whole
-//! length. A block that several sequences hold counts as held by each, though it is there once, so
-//! some of them may need another in its place later. What a block owes is promised too, by
-//! [`Debts`]:
-//!
-//! - Without a window a full block is shared for good. A partial one is not: of the sequences whose
-//!   last block it is (`tails`), each copies it when it appends, but for the last one, if nobody
-//!   else holds it. So it owes `tails`, less one if all its holders are tails.
-//! - With a window every holder drops the block in time and needs another then; the block itself
-//!   comes back once. So it owes one less than the sequences that hold it (and one for each of
-//!   them while it is pinned, since it does not come back then).
-//!
-//! With these debts, what is free or cached always covers what has been promised, whatever the
-//! sequences do next.
+//! free or cached list that [`BlockStore::unpromised`] leaves out. What shared blocks owe is
+//! promised too (`record.rs`).
 
 use serde::Serialize;
 
 use super::lru::{ClassLists, DEFAULT_PRIORITY, MAX_PRIORITY};
+use super::record::{Debts, Record, fresh};
 use crate::device::huge_vec;
-use crate::error::{CacheError, InvariantError};
-use crate::plan::{BLOCK_RECORD_BYTES, NO_BLOCK};
+use crate::error::CacheError;
+use crate::plan::NO_BLOCK;
 use crate::units::{BlockId, GroupIdx};
 
 /// Who holds a block, and where it goes next.
@@ -80,77 +65,20 @@ impl BlockHandle {
     }
 }
 
-/// One block's record. Half a cache line.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Record {
-    /// Raised each time the block is given back.
-    generation: u64,
-    /// References: of rows, of pins, and those that a step holds until it commits.
-    refs: u32,
-    /// Free list: the next free block. Cached list: the next younger one.
-    pub(super) next: u32,
-    /// Cached list: the next older one.
-    pub(super) prev: u32,
-    /// Of the references, rows in which it is the last block and not full.
-    tails: u32,
-    /// Of the references, those that a step holds of blocks that it copied.
-    holds: u32,
-    /// Of the references, pins.
-    pins: u16,
-    state: BlockState,
-    /// The list that it is on, or will be on, when it is cached.
-    pub(super) class: u8,
-}
-
-const _: () = assert!(size_of::<Record>() as u64 == BLOCK_RECORD_BYTES);
-
-impl Record {
-    /// Rows that hold it beyond the first.
-    const fn shared_rows(&self) -> u32 {
-        (self.refs - self.holds - self.pins as u32).saturating_sub(1)
-    }
-}
-
-/// What shared blocks owe their holders (see the module's documentation).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Debts {
-    /// Nothing: nothing is promised.
-    None,
-    /// The blocks of a group without a window.
-    Tails,
-    /// The blocks of a group with a window.
-    Window,
-}
-
-impl Debts {
-    /// What one block owes.
-    const fn of(self, record: &Record) -> u32 {
-        match self {
-            Self::None => 0,
-            Self::Tails if record.tails == 0 => 0,
-            Self::Tails => record.tails - (record.refs - record.holds == record.tails) as u32,
-            Self::Window => {
-                let sequences = record.refs - record.holds - record.pins as u32;
-                if sequences == 0 { 0 } else { sequences - (record.pins == 0) as u32 }
-            }
-        }
-    }
-}
-
 /// The blocks of one paged layer group.
 #[derive(Debug)]
 pub struct BlockStore {
-    group: GroupIdx,
-    records: Vec<Record>,
+    pub(super) group: GroupIdx,
+    pub(super) records: Vec<Record>,
     /// References that a block may have.
-    ref_limit: u32,
-    debts: Debts,
-    free_head: u32,
-    free: u32,
-    lists: ClassLists,
-    cached: u32,
+    pub(super) ref_limit: u32,
+    pub(super) debts: Debts,
+    pub(super) free_head: u32,
+    pub(super) free: u32,
+    pub(super) lists: ClassLists,
+    pub(super) cached: u32,
     peak_cached: u32,
-    promised: u32,
+    pub(super) promised: u32,
     /// Rows that hold a block which another row holds too: references of rows beyond the first.
     shared_rows: u32,
 }
@@ -537,88 +465,6 @@ impl BlockStore {
         self.records.get(block.index()).map(|record| (record.state, record.refs, record.generation))
     }
 
-    /// Of a block's references: tails, holds and pins.
-    pub(crate) fn kinds(&self, block: BlockId) -> (u32, u32, u32) {
-        let record = &self.records[block.index()];
-        (record.tails, record.holds, u32::from(record.pins))
-    }
-
-    /// What all blocks owe together.
-    pub(crate) fn all_debts(&self) -> u64 {
-        self.records.iter().map(|record| u64::from(self.debts.of(record))).sum()
-    }
-
-    /// The free blocks, next to be taken first.
-    pub fn free_list(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.list(self.free_head, self.free)
-    }
-
-    /// The cached blocks, next to be evicted first.
-    pub fn cached_list(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.lists.heads().flat_map(|head| self.list(head, self.cached))
-    }
-
-    /// Follows `next` from `head`, at most one step further than `expected`, so that a broken
-    /// list cannot run for ever.
-    fn list(&self, head: u32, expected: u32) -> impl Iterator<Item = BlockId> + '_ {
-        let first = (head != NO_BLOCK).then_some(BlockId(head));
-        std::iter::successors(first, |block| {
-            let next = self.records[block.index()].next;
-            (next != NO_BLOCK).then_some(BlockId(next))
-        })
-        .take(expected as usize + 1)
-    }
-
-    /// Checks that the lists, the states and the counts agree.
-    ///
-    /// # Errors
-    /// [`InvariantError`] names the first disagreement.
-    pub fn check_invariants(&self) -> Result<(), InvariantError> {
-        let group = self.group;
-        let fail = |what: String| Err(InvariantError(format!("group {group}: {what}")));
-        let in_state = |state| self.records.iter().filter(|r| r.state == state).count();
-        let (free, cached) = (in_state(BlockState::Free), in_state(BlockState::Cached));
-        let active = in_state(BlockState::Active);
-        let listed = |list: &mut dyn Iterator<Item = BlockId>, state| {
-            list.filter(|block| self.records[block.index()].state == state).count()
-        };
-        let free_listed = listed(&mut self.free_list(), BlockState::Free);
-        let cached_listed = listed(&mut self.cached_list(), BlockState::Cached);
-        if free != self.free as usize || free_listed != free {
-            return fail(format!("{free} free, {free_listed} on the list, {} counted", self.free));
-        }
-        if cached != self.cached as usize || cached_listed != cached {
-            return fail(format!(
-                "{cached} cached, {cached_listed} on the lists, {} counted",
-                self.cached
-            ));
-        }
-        if free + active + cached != self.records.len() {
-            return fail("free + active + cached is not the total".to_owned());
-        }
-        if self.promised > self.available() {
-            return fail(format!("{} promised of {} available", self.promised, self.available()));
-        }
-        for (id, record) in self.records.iter().enumerate() {
-            self.check_record(record).or_else(|what| fail(format!("block {id}: {what}")))?;
-        }
-        Ok(())
-    }
-
-    fn check_record(&self, record: &Record) -> Result<(), String> {
-        let Record { refs, tails, holds, pins, state, .. } = *record;
-        if (refs > 0) != (state == BlockState::Active) {
-            return Err(format!("{state:?} with {refs} references"));
-        }
-        if refs > self.ref_limit {
-            return Err(format!("{refs} references, at most {}", self.ref_limit));
-        }
-        if u64::from(tails) + u64::from(holds) + u64::from(pins) > u64::from(refs) {
-            return Err(format!("{refs} references, {tails} tails, {holds} holds, {pins} pins"));
-        }
-        Ok(())
-    }
-
     fn active(&self, block: BlockId) -> Result<&Record, CacheError> {
         match self.records.get(block.index()) {
             Some(record) if record.state == BlockState::Active => Ok(record),
@@ -629,22 +475,5 @@ impl BlockStore {
 
     fn stale(&self, block: BlockId, generation: u64) -> CacheError {
         CacheError::StaleBlock { group: self.group, block: block.0, generation }
-    }
-}
-
-/// The record of a free block of a new store.
-fn fresh(id: usize, total: u32, generation: u64) -> Record {
-    // Ids are below `total`, a u32.
-    let next = u32::try_from(id).unwrap_or(u32::MAX).saturating_add(1);
-    Record {
-        generation,
-        refs: 0,
-        next: if next < total { next } else { NO_BLOCK },
-        prev: NO_BLOCK,
-        tails: 0,
-        holds: 0,
-        pins: 0,
-        state: BlockState::Free,
-        class: DEFAULT_PRIORITY,
     }
 }

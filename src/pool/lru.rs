@@ -8,7 +8,7 @@
 //! back from the last to the first; and a parent's class is never below its children's. So the
 //! first block of the lowest list never has a child that is still cached (leaf first).
 
-use super::block_store::Record;
+use super::record::Record;
 use crate::plan::NO_BLOCK;
 
 /// The largest priority; 0 is evicted first.

@@ -3,12 +3,15 @@
 //! The pool owns the device's one allocation and, for every paged layer group, a [`BlockStore`].
 //! It knows nothing of tokens; the meaning of a block is the cache's.
 
+mod audit;
 mod block_store;
 mod lru;
+mod record;
 mod stats;
 
-pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore, Debts};
+pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore};
 pub use lru::{DEFAULT_PRIORITY, MAX_PRIORITY};
+pub use record::Debts;
 pub use stats::{GroupStats, Stats};
 
 use crate::config::Admission;

@@ -9,12 +9,8 @@
 /// What the chain of an empty prefix starts from.
 pub(super) const SEED: u64 = 0x243F_6A88_85A3_08D3;
 
-const SALTS: [u64; 4] = [
-    0xA076_1D64_78BD_642F,
-    0xE703_7ED1_A0B4_28DB,
-    0x8EBC_6AF0_9C88_C6E3,
-    0x5899_65CC_7537_4CC3,
-];
+const SALTS: [u64; 4] =
+    [0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3];
 
 /// The two halves of the 128-bit product, folded.
 #[inline]
@@ -22,7 +18,6 @@ fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     #[expect(clippy::cast_possible_truncation, reason = "the lower half")]
     let low = product as u64;
-    #[expect(clippy::cast_possible_truncation, reason = "the upper half")]
     let high = (product >> 64) as u64;
     low ^ high
 }
@@ -50,7 +45,6 @@ pub(super) fn chain(before: u64, tokens: u64, ns: u32) -> u64 {
 /// The 32 bits that the table sorts by.
 #[inline]
 pub(super) fn tag(hash: u64) -> u32 {
-    #[expect(clippy::cast_possible_truncation, reason = "the upper half")]
     let tag = (hash >> 32) as u32;
     tag
 }

@@ -104,20 +104,18 @@ impl Shared {
                 (full, last) = self.fit_window(windowed, window, full, last);
             }
             if full == before {
-                return Probe { cached_len: full * per_block, full_blocks: full, partial_tokens: 0 };
+                return Probe {
+                    cached_len: full * per_block,
+                    full_blocks: full,
+                    partial_tokens: 0,
+                };
             }
         }
     }
 
     /// The longest chain of whole blocks, at most `full` and ending in `last`, for which a
     /// windowed group has what it needs. Looks at each block twice at most.
-    fn fit_window(
-        &self,
-        windowed: usize,
-        window: &Window,
-        full: u32,
-        last: u32,
-    ) -> (u32, u32) {
+    fn fit_window(&self, windowed: usize, window: &Window, full: u32, last: u32) -> (u32, u32) {
         let per_block = self.tokens_per_block();
         let (mut full, mut last) = (full, last);
         let (mut at, mut block) = (full, last);

@@ -76,9 +76,9 @@ mod tests {
                     }
                 })
             };
-            let seen = shared.0.try_read(|| {
-                (shared.1.load(Ordering::Relaxed), shared.2.load(Ordering::Relaxed))
-            });
+            let seen = shared
+                .0
+                .try_read(|| (shared.1.load(Ordering::Relaxed), shared.2.load(Ordering::Relaxed)));
             if let Some((first, second)) = seen {
                 assert_eq!(first, second);
             }

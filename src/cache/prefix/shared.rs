@@ -12,7 +12,7 @@ use super::namespaces::{Namespace, Namespaces};
 use super::seqlock::SeqLock;
 use super::table::ProbeTable;
 use crate::device::{huge_vec, prefetch};
-use crate::plan::{NODE_BYTES, NO_BLOCK};
+use crate::plan::{NO_BLOCK, NODE_BYTES};
 
 /// Blocks whose hashes are computed, and whose places are asked for, before the first is compared.
 const AHEAD: usize = 16;
