@@ -201,6 +201,5 @@ impl SeqTable {
 
 /// Spreads a key over the table's tags.
 fn key_tag(key: u64) -> u32 {
-    let tag = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32;
-    tag
+    (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32
 }

@@ -45,8 +45,7 @@ pub(super) fn chain(before: u64, tokens: u64, ns: u32) -> u64 {
 /// The 32 bits that the table sorts by.
 #[inline]
 pub(super) fn tag(hash: u64) -> u32 {
-    let tag = (hash >> 32) as u32;
-    tag
+    (hash >> 32) as u32
 }
 
 #[cfg(test)]
