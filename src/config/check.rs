@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 use super::complaint::Complaint;
 use super::{
-    CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry, HybridConfig,
-    Int8Config, LimitsConfig, ScaleKind, StaticScale,
+    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry,
+    HybridConfig, Int8Config, LimitsConfig, ScaleKind, StaticScale,
 };
 
 /// The most sequences; a sequence slot is addressed with fewer than 32 bits.
@@ -14,6 +14,8 @@ const MAX_SEQS: u32 = 1_048_576;
 const MAX_TOKENS: u32 = 16_777_216;
 /// The sizes of a block that the kernels are made for.
 const TOKENS_PER_BLOCK: [u32; 5] = [8, 16, 32, 64, 128];
+/// The most events that are kept; each is a record of the plan.
+const MAX_EVENTS: u32 = 1_048_576;
 /// The most worker threads.
 const MAX_THREADS: u32 = 1024;
 
@@ -136,6 +138,7 @@ fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint
         let problem = format!("{} is not a size that blocks can have", cache.tokens_per_block);
         return Err(Complaint::new("cache.tokens_per_block", problem));
     }
+    check_sharing(cache)?;
     match (&cache.int8, cache.format) {
         (Some(int8), Format::Int8) => check_scales(int8, geometry)?,
         (Some(_), format) => {
@@ -155,6 +158,31 @@ fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint
             "cache.hybrid",
             format!("names contiguous layers, and cache.mode = \"{}\"", cache.mode),
             "remove [cache.hybrid], or write cache.mode = \"hybrid\"",
+        ));
+    }
+    Ok(())
+}
+
+/// What is kept for reuse, what is told about it, and what admission leaves free.
+fn check_sharing(cache: &CacheConfig) -> Result<(), Complaint> {
+    let CacheConfig { event_buffer, watermark_blocks, .. } = *cache;
+    in_range("cache.event_buffer", event_buffer, 0..=MAX_EVENTS)?;
+    if event_buffer > 0 && !cache.prefix_reuse {
+        return Err(Complaint::with_help(
+            "cache.event_buffer",
+            format!("is {event_buffer}, and cache.prefix_reuse = false has no events to keep"),
+            "remove it, or write cache.prefix_reuse = true",
+        ));
+    }
+    if watermark_blocks > 0 && cache.admission != Admission::MaxUtilization {
+        return Err(Complaint::with_help(
+            "cache.watermark_blocks",
+            format!(
+                "is {watermark_blocks}, and cache.admission = \"{}\" promises every block that a \
+                 sequence needs",
+                cache.admission
+            ),
+            "remove it, or write cache.admission = \"max-utilization\"",
         ));
     }
     Ok(())

@@ -31,7 +31,10 @@ const EXPECTED: &[(&str, &str)] = &[
     ("cache.mode", "expected \"contiguous\", \"paged\" or \"hybrid\""),
     ("cache.tokens_per_block", "expected 8, 16, 32, 64 or 128"),
     ("cache.format", "expected \"f32\", \"f16\", \"bf16\" or \"int8\""),
-    ("cache.admission", "expected \"guaranteed\" or \"max-utilization\""),
+    ("cache.admission", "expected \"guaranteed\", \"max-utilization\" or \"static-batch\""),
+    ("cache.watermark_blocks", "expected a whole number of blocks, 0 or more"),
+    ("cache.prefix_reuse", "expected true or false"),
+    ("cache.event_buffer", "expected a whole number of events from 0 (keep none) to 1,048,576"),
     ("cache.int8", "expected a table [cache.int8]"),
     ("cache.int8.scale", "expected \"per-token-head\", \"per-group-32\" or \"per-tensor\""),
     ("cache.int8.k_scale", "expected a finite number above 0, or a list of one for each layer"),
@@ -56,19 +59,30 @@ const EXPECTED: &[(&str, &str)] = &[
     ("workload.path", "expected the path of a trace, from the current directory"),
     ("workload.prompt_tokens", super::workload::DISTRIBUTIONS),
     ("workload.output_tokens", super::workload::DISTRIBUTIONS),
+    ("workload.shared_prefix_tokens", super::workload::DISTRIBUTIONS),
+    ("workload.num_shared_prefixes", "expected a whole number from 1 to 1,000,000"),
+    (
+        "workload.turns",
+        "expected how many turns a conversation has: { dist = \"fixed\", value = 4 }, { dist = \"uniform\", \
+         min = 1, max = 8 } or { dist = \"lognormal\", median = 3, sigma = 0.5, min = 1, max = 12 }",
+    ),
+    ("workload.max_open_conversations", "expected a whole number, 1 or more"),
     ("workload.length_scale", "expected a number above 0, at most 1"),
     ("workload.check_samples", "expected a whole number, 0 or more"),
     ("variant", "expected a list of tables, each opened with [[variant]]"),
     ("variant.name", "expected a name that no other variant of the file has"),
 ];
 
-/// The fields of a length distribution, below `workload.prompt_tokens` and `output_tokens`.
+/// The keys of the workload whose value is a distribution.
+const DISTRIBUTED: [&str; 4] = ["prompt_tokens", "output_tokens", "shared_prefix_tokens", "turns"];
+
+/// The fields of a distribution.
 const DISTRIBUTION: &[(&str, &str)] = &[
     ("dist", "expected \"fixed\", \"uniform\" or \"lognormal\""),
-    ("value", "expected a whole number of tokens from 1"),
-    ("min", "expected a whole number of tokens from 1, at most max"),
-    ("max", "expected a whole number of tokens, at least min"),
-    ("median", "expected a finite number of tokens above 0"),
+    ("value", "expected a whole number from 1"),
+    ("min", "expected a whole number from 1, at most max"),
+    ("max", "expected a whole number, at least min"),
+    ("median", "expected a finite number above 0"),
     ("sigma", "expected a finite number, 0 or more"),
 ];
 
@@ -81,6 +95,9 @@ pub(super) const OVERRIDABLE: &[(&str, &str)] = &[
     ("contiguous_layers", "cache.hybrid.contiguous_layers"),
     ("capacity", "pool.capacity"),
     ("admission", "cache.admission"),
+    ("watermark_blocks", "cache.watermark_blocks"),
+    ("prefix_reuse", "cache.prefix_reuse"),
+    ("event_buffer", "cache.event_buffer"),
     ("threads", "device.threads"),
     ("kernel", "device.kernel"),
 ];
@@ -98,6 +115,8 @@ pub(super) const TABLES: &[&str] = &[
     "workload",
     "workload.prompt_tokens",
     "workload.output_tokens",
+    "workload.shared_prefix_tokens",
+    "workload.turns",
 ];
 
 /// What the dotted key expects, as `expected …`.
@@ -108,7 +127,9 @@ pub(super) fn expected(key: &str) -> Option<&'static str> {
     {
         return expected(base);
     }
-    if let ["workload", "prompt_tokens" | "output_tokens", field] = parts[..] {
+    if let ["workload", distribution, field] = parts[..]
+        && DISTRIBUTED.contains(&distribution)
+    {
         return DISTRIBUTION.iter().find(|(own, _)| *own == field).map(|(_, text)| *text);
     }
     let plain = parts.join(".");
@@ -124,7 +145,13 @@ mod tests {
         assert_eq!(expected("model.attention_window.3"), expected("model.attention_window"));
         assert_eq!(expected("variant.2.threads"), expected("device.threads"));
         assert_eq!(expected("variant.0"), expected("variant"));
-        assert!(expected("workload.prompt_tokens.sigma").is_some());
+        for distribution in DISTRIBUTED {
+            assert!(expected(&format!("workload.{distribution}")).is_some());
+            assert!(expected(&format!("workload.{distribution}.sigma")).is_some());
+        }
+        for (own, base) in OVERRIDABLE {
+            assert!(expected(base).is_some(), "{own}");
+        }
         assert_eq!(expected("limits.max_seq"), None);
         for table in TABLES {
             assert!(expected(table).is_some(), "{table}");

@@ -122,15 +122,20 @@ pub struct CacheConfig {
     /// What is promised to a sequence when it begins.
     #[serde(default)]
     pub admission: Admission,
-    /// Whether sequences that begin alike share what they have in common.
-    #[serde(default = "default_prefix_reuse")]
-    pub prefix_reuse: bool,
-    /// Events of the prefix index that are kept until they are polled; 0 keeps none.
-    #[serde(default)]
-    pub event_buffer: u32,
-    /// Blocks that `begin` leaves free, under `max-utilization` only: room for what runs to grow.
+    /// `max-utilization` only: blocks of each paged layer group that `begin` leaves free, so that
+    /// the sequences that run already have room to grow before one must be preempted.
     #[serde(default)]
     pub watermark_blocks: u32,
+    /// Whether a sequence that begins takes over what the cache already has of its prompt, and
+    /// whether full blocks are kept for that after their sequence is released. They are memory
+    /// that any sequence can have: they are evicted when blocks are needed. Off, nothing is kept
+    /// and nothing is looked up.
+    #[serde(default = "default_prefix_reuse")]
+    pub prefix_reuse: bool,
+    /// How many events (a block stored for reuse, removed, all cleared) are kept for
+    /// `poll_events`; the oldest are lost when there are more. 0 keeps none.
+    #[serde(default)]
+    pub event_buffer: u32,
     /// Settings of the `int8` format; refused with any other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub int8: Option<Int8Config>,
@@ -144,7 +149,7 @@ fn default_tokens_per_block() -> u32 {
     16
 }
 
-/// Whether prefixes are shared when the file does not say.
+/// Prefixes are shared unless the file says otherwise: the answers are the same bits either way.
 fn default_prefix_reuse() -> bool {
     true
 }
@@ -186,8 +191,8 @@ pub enum Admission {
     /// Nothing: blocks are taken step by step, and a step may find none left. More sequences run
     /// at once; the engine must be ready to preempt.
     MaxUtilization,
-    /// As `guaranteed`, and a batch runs to its end before the next one begins: once a step was
-    /// committed, nothing is admitted until every sequence was released.
+    /// Every block up to the sequence's declared length, as [`Admission::Guaranteed`]; and once a
+    /// step has been taken, nobody joins until all of the batch have been released.
     StaticBatch,
 }
 

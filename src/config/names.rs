@@ -33,7 +33,11 @@ macro_rules! named {
 
 named!(CacheMode: Contiguous = "contiguous", Paged = "paged", Hybrid = "hybrid");
 named!(Format: F32 = "f32", F16 = "f16", Bf16 = "bf16", Int8 = "int8");
-named!(Admission: Guaranteed = "guaranteed", MaxUtilization = "max-utilization", StaticBatch = "static-batch");
+named!(
+    Admission: Guaranteed = "guaranteed",
+    MaxUtilization = "max-utilization",
+    StaticBatch = "static-batch",
+);
 named!(
     ScaleKind: PerTokenHead = "per-token-head",
     PerGroup32 = "per-group-32",

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::complaint::Complaint;
 use super::keys::OVERRIDABLE;
 use super::{
-    Admission, CacheMode, Capacity, Config, ContiguousLayers, Format, HybridConfig, KernelChoice,
-    ScaleKind,
+    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, Format, HybridConfig,
+    KernelChoice, ScaleKind,
 };
 
 /// One `[[variant]]`: a name, and what it changes in the rest of the file.
@@ -16,8 +16,10 @@ use super::{
 /// A variant replaces the settings that belong to another mode or format: one that sets `format`
 /// to something other than `int8` drops the file's `[cache.int8]`, one that sets `mode` to
 /// something other than `hybrid` drops `[cache.hybrid]`, one that sets `scale` to something
-/// other than `per-tensor` drops `k_scale` and `v_scale`, and one whose mode or capacity leaves
-/// nothing to divide drops `pool.typical_seq_len`.
+/// other than `per-tensor` drops `k_scale` and `v_scale`, one whose mode or capacity leaves
+/// nothing to divide drops `pool.typical_seq_len`, one that sets `admission` to something other
+/// than `max-utilization` drops `watermark_blocks`, and one that turns `prefix_reuse` off drops
+/// `event_buffer`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VariantConfig {
@@ -44,6 +46,15 @@ pub struct VariantConfig {
     /// Replaces `cache.admission`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub admission: Option<Admission>,
+    /// Replaces `cache.watermark_blocks`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub watermark_blocks: Option<u32>,
+    /// Replaces `cache.prefix_reuse`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefix_reuse: Option<bool>,
+    /// Replaces `cache.event_buffer`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub event_buffer: Option<u32>,
     /// Replaces `device.threads`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<u32>,
@@ -79,7 +90,7 @@ impl VariantConfig {
             }
         }
         cache.tokens_per_block = self.tokens_per_block.unwrap_or(cache.tokens_per_block);
-        cache.admission = self.admission.unwrap_or(cache.admission);
+        self.apply_sharing(cache);
         config.pool.capacity = self.capacity.unwrap_or(config.pool.capacity);
         let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
         let changed = self.mode == Some(CacheMode::Contiguous) || self.capacity.is_some();
@@ -89,6 +100,20 @@ impl VariantConfig {
         config.device.threads = self.threads.unwrap_or(config.device.threads);
         config.device.kernel = self.kernel.unwrap_or(config.device.kernel);
         config
+    }
+
+    /// The part of [`Self::apply`] about admission and reuse.
+    fn apply_sharing(&self, cache: &mut CacheConfig) {
+        if self.admission.is_some_and(|admission| admission != Admission::MaxUtilization) {
+            cache.watermark_blocks = 0;
+        }
+        if self.prefix_reuse == Some(false) {
+            cache.event_buffer = 0;
+        }
+        cache.admission = self.admission.unwrap_or(cache.admission);
+        cache.watermark_blocks = self.watermark_blocks.unwrap_or(cache.watermark_blocks);
+        cache.prefix_reuse = self.prefix_reuse.unwrap_or(cache.prefix_reuse);
+        cache.event_buffer = self.event_buffer.unwrap_or(cache.event_buffer);
     }
 
     /// Whether the variant sets one of its own keys.
@@ -101,6 +126,9 @@ impl VariantConfig {
             "contiguous_layers" => self.contiguous_layers.is_some(),
             "capacity" => self.capacity.is_some(),
             "admission" => self.admission.is_some(),
+            "watermark_blocks" => self.watermark_blocks.is_some(),
+            "prefix_reuse" => self.prefix_reuse.is_some(),
+            "event_buffer" => self.event_buffer.is_some(),
             "threads" => self.threads.is_some(),
             "kernel" => self.kernel.is_some(),
             _ => false,
@@ -221,6 +249,27 @@ mod tests {
         let dropped = scaled(ScaleKind::PerGroup32).apply(&base());
         let expected = Int8Config { scale: ScaleKind::PerGroup32, k_scale: None, v_scale: None };
         assert_eq!(dropped.cache.int8, Some(expected));
+    }
+
+    #[test]
+    fn what_belongs_to_another_admission_or_to_reuse_is_dropped() {
+        let mut base = base();
+        base.cache.admission = Admission::MaxUtilization;
+        (base.cache.watermark_blocks, base.cache.event_buffer) = (4, 64);
+        let kept = VariantConfig { threads: Some(1), ..VariantConfig::default() }.apply(&base);
+        assert_eq!((kept.cache.watermark_blocks, kept.cache.event_buffer), (4, 64));
+        let off = VariantConfig {
+            admission: Some(Admission::StaticBatch),
+            prefix_reuse: Some(false),
+            ..VariantConfig::default()
+        };
+        let dropped = off.apply(&base).cache;
+        assert_eq!((dropped.watermark_blocks, dropped.event_buffer), (0, 0));
+        assert_eq!((dropped.admission, dropped.prefix_reuse), (Admission::StaticBatch, false));
+        // What the variant itself says stays, for the check to refuse.
+        let said = VariantConfig { watermark_blocks: Some(2), event_buffer: Some(3), ..off };
+        let said = said.apply(&base).cache;
+        assert_eq!((said.watermark_blocks, said.event_buffer), (2, 3));
     }
 
     #[test]

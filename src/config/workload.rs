@@ -19,20 +19,38 @@ pub struct WorkloadConfig {
     /// Seeds everything that is drawn: lengths, tokens, keys and values.
     #[serde(default)]
     pub seed: u64,
-    /// How many requests are generated; of a trace, how many are taken from its start (default:
-    /// all).
+    /// How many requests are generated, each turn of a conversation being one; of a trace, how
+    /// many are taken from its start (default: all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<u32>,
     /// `azure-csv` only: the trace. A relative path starts from the current directory, since a
     /// trace usually does not lie beside the configuration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
-    /// `generator` only: how long prompts are.
+    /// `generator` only: how many tokens of its own each request brings. They are its prompt,
+    /// behind a shared prefix and the earlier turns of its conversation where there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<LengthDistribution>,
     /// `generator` only: how long outputs are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<LengthDistribution>,
+    /// `generator` only: how long the shared prefixes (system prompts) are. Each request's prompt
+    /// begins with one of them; all turns of a conversation with the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared_prefix_tokens: Option<LengthDistribution>,
+    /// How many shared prefixes there are; 1 when the file does not say. Only with
+    /// `shared_prefix_tokens`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_shared_prefixes: Option<u32>,
+    /// `generator` only: how many turns a conversation has. The prompt of a turn is the whole
+    /// conversation so far, prompts and outputs, and new tokens (`prompt_tokens`); it arrives when
+    /// the turn before it is done. Without it, every request stands alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turns: Option<LengthDistribution>,
+    /// How many conversations are open at once: the next one opens when one ends. Without it all
+    /// open at the start. Only with `turns`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_open_conversations: Option<u32>,
     /// `azure-csv` only: every length of the trace is multiplied by this and rounded up to a whole
     /// token. Above 0, at most 1.
     #[serde(default = "unscaled", skip_serializing_if = "is_unscaled")]
@@ -60,6 +78,9 @@ fn default_check_samples() -> u32 {
 /// The most requests of a job: the list of their lengths is held in memory.
 const MAX_REQUESTS: u32 = 10_000_000;
 
+/// The most shared prefixes: the list of their lengths is held in memory.
+const MAX_SHARED_PREFIXES: u32 = 1_000_000;
+
 /// Where the requests of a workload come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -70,7 +91,7 @@ pub enum WorkloadKind {
     AzureCsv,
 }
 
-/// How a length in tokens is drawn.
+/// How a length in tokens, or a number of turns, is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "dist", rename_all = "lowercase", try_from = "RawLength")]
 pub enum LengthDistribution {
@@ -217,6 +238,20 @@ impl WorkloadConfig {
     /// Refuses keys that are missing, out of range, or of the other kind. `scale_given` says
     /// whether the file has `length_scale`: even 1.0 is refused where it means nothing.
     pub(super) fn check(&self, scale_given: bool) -> Result<(), Complaint> {
+        self.check_kind(scale_given)?;
+        self.check_sharing()?;
+        if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
+            return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
+        }
+        if !(self.length_scale > 0.0 && self.length_scale <= 1.0) {
+            let problem = format!("{} is out of range", self.length_scale);
+            return Err(Complaint::new("workload.length_scale", problem));
+        }
+        Ok(())
+    }
+
+    /// Refuses keys that the kind needs and that are missing, and those of the other kind.
+    fn check_kind(&self, scale_given: bool) -> Result<(), Complaint> {
         let (kind, needed, foreign) = match self.kind {
             WorkloadKind::Generator => (
                 "generator",
@@ -236,6 +271,10 @@ impl WorkloadConfig {
                 vec![
                     ("workload.prompt_tokens", self.prompt_tokens.is_some()),
                     ("workload.output_tokens", self.output_tokens.is_some()),
+                    ("workload.shared_prefix_tokens", self.shared_prefix_tokens.is_some()),
+                    ("workload.num_shared_prefixes", self.num_shared_prefixes.is_some()),
+                    ("workload.turns", self.turns.is_some()),
+                    ("workload.max_open_conversations", self.max_open_conversations.is_some()),
                 ],
             ),
         };
@@ -250,12 +289,39 @@ impl WorkloadConfig {
             let problem = format!("is missing; workload.kind = {kind:?} needs it");
             return Err(Complaint::new(*key, problem));
         }
-        if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
-            return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
-        }
-        if !(self.length_scale > 0.0 && self.length_scale <= 1.0) {
-            let problem = format!("{} is out of range", self.length_scale);
-            return Err(Complaint::new("workload.length_scale", problem));
+        Ok(())
+    }
+
+    /// Refuses counts of shared prefixes and conversations that are out of range, or that count
+    /// what the workload does not have.
+    fn check_sharing(&self) -> Result<(), Complaint> {
+        for (key, count, most, of, of_given) in [
+            (
+                "workload.num_shared_prefixes",
+                self.num_shared_prefixes,
+                MAX_SHARED_PREFIXES,
+                "workload.shared_prefix_tokens",
+                self.shared_prefix_tokens.is_some(),
+            ),
+            (
+                "workload.max_open_conversations",
+                self.max_open_conversations,
+                u32::MAX,
+                "workload.turns",
+                self.turns.is_some(),
+            ),
+        ] {
+            let Some(count) = count else { continue };
+            if !of_given {
+                return Err(Complaint::with_help(
+                    key,
+                    format!("means nothing without {of}"),
+                    format!("remove it, or give {of}"),
+                ));
+            }
+            if !(1..=most).contains(&count) {
+                return Err(Complaint::new(key, format!("{count} is out of range")));
+            }
         }
         Ok(())
     }
@@ -273,6 +339,10 @@ mod tests {
             path: None,
             prompt_tokens: Some(LengthDistribution::Fixed { value: 16 }),
             output_tokens: Some(LengthDistribution::Uniform { min: 1, max: 9 }),
+            shared_prefix_tokens: None,
+            num_shared_prefixes: None,
+            turns: None,
+            max_open_conversations: None,
             length_scale: 1.0,
             check_samples: 64,
         }
@@ -302,6 +372,36 @@ mod tests {
         assert_eq!(none.check(false).unwrap_err().key, "workload.output_tokens");
         let zero = WorkloadConfig { requests: Some(0), ..generator() };
         assert_eq!(zero.check(false).unwrap_err().key, "workload.requests");
+    }
+
+    #[test]
+    fn counts_belong_to_what_they_count() {
+        let four = Some(LengthDistribution::Fixed { value: 4 });
+        let prefixes = WorkloadConfig { num_shared_prefixes: Some(2), ..generator() };
+        assert_eq!(prefixes.check(false).unwrap_err().key, "workload.num_shared_prefixes");
+        let prefixes = WorkloadConfig { shared_prefix_tokens: four, ..prefixes };
+        assert_eq!(prefixes.check(false), Ok(()));
+        for count in [0, MAX_SHARED_PREFIXES + 1] {
+            let wrong = WorkloadConfig { num_shared_prefixes: Some(count), ..prefixes.clone() };
+            assert_eq!(wrong.check(false).unwrap_err().key, "workload.num_shared_prefixes");
+        }
+        let open = WorkloadConfig { max_open_conversations: Some(1), ..generator() };
+        let complaint = open.check(false).unwrap_err();
+        assert_eq!(complaint.key, "workload.max_open_conversations");
+        assert!(complaint.help.ends_with("or give workload.turns"), "{}", complaint.help);
+        let open = WorkloadConfig { turns: four, ..open };
+        assert_eq!(open.check(false), Ok(()));
+        let none = WorkloadConfig { max_open_conversations: Some(0), ..open.clone() };
+        assert_eq!(none.check(false).unwrap_err().key, "workload.max_open_conversations");
+        let trace = WorkloadConfig {
+            kind: WorkloadKind::AzureCsv,
+            path: Some("a.csv".into()),
+            prompt_tokens: None,
+            output_tokens: None,
+            max_open_conversations: None,
+            ..open
+        };
+        assert_eq!(trace.check(false).unwrap_err().key, "workload.turns");
     }
 
     #[test]

@@ -114,6 +114,84 @@ fn edge_64_workload_keys_of_another_kind() {
 }
 
 #[test]
+fn edge_64_events_of_a_cache_that_reuses_nothing() {
+    let text = with_line(GOOD, 16, "prefix_reuse = false\nevent_buffer = 64");
+    let parts = ["; remove it, or write cache.prefix_reuse = true"];
+    let start = "t.toml:17: cache.event_buffer: is 64, and cache.prefix_reuse = false has no";
+    refused(&text, start, &parts);
+    assert!(read(&text.replace("= false", "= true")).is_ok());
+    assert!(read(&text.replace("event_buffer = 64", "event_buffer = 0")).is_ok());
+    // In a variant: what it says itself is refused, what it has from the file is dropped.
+    let text = with_line(JOB, 16, "prefix_reuse = false\nevent_buffer = 64");
+    refused(&text, "t.toml:17: variant.0.event_buffer: is 64, and cache.prefix", &parts);
+    let text = with_line(JOB, 8, "mode = \"hybrid\"\nevent_buffer = 64");
+    let text = with_line(&text, 17, "prefix_reuse = false");
+    let variants = read(&text).unwrap().variants();
+    let sharing: Vec<_> = variants
+        .iter()
+        .map(|(_, config)| (config.cache.prefix_reuse, config.cache.event_buffer))
+        .collect();
+    assert_eq!(sharing, [(false, 0), (true, 64)]);
+}
+
+#[test]
+fn edge_64_a_watermark_where_blocks_are_promised() {
+    let parts = ["; remove it, or write cache.admission = \"max-utilization\""];
+    for (admission, shown) in [
+        ("", "\"guaranteed\" promises every block"),
+        ("admission = \"guaranteed\"", "\"guaranteed\" promises every block"),
+        ("admission = \"static-batch\"", "\"static-batch\" promises every block"),
+    ] {
+        let text = with_line(GOOD, 16, &format!("{admission}\nwatermark_blocks = 8"));
+        let start =
+            format!("t.toml:17: cache.watermark_blocks: is 8, and cache.admission = {shown}");
+        refused(&text, &start, &parts);
+    }
+    let text = with_line(GOOD, 16, "admission = \"max-utilization\"\nwatermark_blocks = 8");
+    assert_eq!(read(&text).unwrap().config.cache.watermark_blocks, 8);
+    let text = with_line(JOB, 16, "watermark_blocks = 8");
+    refused(&text, "t.toml:16: variant.0.watermark_blocks: is 8, and", &parts);
+    let line = "mode = \"hybrid\"\nadmission = \"max-utilization\"\nwatermark_blocks = 8";
+    let text = with_line(&with_line(JOB, 8, line), 18, "admission = \"static-batch\"");
+    let variants = read(&text).unwrap().variants();
+    let marks: Vec<u32> = variants.iter().map(|(_, c)| c.cache.watermark_blocks).collect();
+    assert_eq!(marks, [0, 8]);
+}
+
+#[test]
+fn edge_64_counts_of_what_the_workload_does_not_share() {
+    let of = |line: &str, key: &str, parts: &[&str]| {
+        let text = with_line(JOB, 11, &format!("requests = 8\n{line}"));
+        refused(&text, &format!("t.toml:12: {key}: "), parts);
+    };
+    let key = "workload.num_shared_prefixes";
+    of("num_shared_prefixes = 4", key, &["without workload.shared_prefix_tokens; remove it, or"]);
+    let key = "workload.max_open_conversations";
+    of("max_open_conversations = 4", key, &["means nothing without workload.turns; remove it, or"]);
+    let shared = "requests = 8\nshared_prefix_tokens = { dist = \"fixed\", value = 32 }\n\
+                  turns = { dist = \"uniform\", min = 1, max = 4 }";
+    let with = |line: &str| with_line(JOB, 11, &format!("{shared}\n{line}"));
+    assert!(read(&with("num_shared_prefixes = 4\nmax_open_conversations = 2")).is_ok());
+    for (line, problem) in [
+        ("num_shared_prefixes = 0", "workload.num_shared_prefixes: 0 is out of range; expected"),
+        ("num_shared_prefixes = 1_000_001", "workload.num_shared_prefixes: 1000001 is out of"),
+        ("max_open_conversations = 0", "workload.max_open_conversations: 0 is out of range; exp"),
+    ] {
+        refused(&with(line), &format!("t.toml:14: {problem}"), &[]);
+    }
+    let line = "turns = { dist = \"uniform\", min = 0, max = 4 }";
+    of(line, "workload.turns.min", &["is 0; expected"]);
+    of("turns = 4", "workload.turns", &["found the integer 4; expected how many turns"]);
+    of("shared_prefix_tokens = 4", "workload.shared_prefix_tokens", &["found the integer 4"]);
+    of("shared_prefix_token = 4", "workload.shared_prefix_token", &["mean shared_prefix_tokens?"]);
+    // A trace has its own lengths.
+    let trace = "[workload]\nkind = \"azure-csv\"\npath = \"t.csv\"\n\
+                 turns = { dist = \"fixed\", value = 2 }\n";
+    let start = "t.toml:26: workload.turns: does not belong to workload.kind = \"azure-csv\"";
+    refused(&format!("{GOOD}{trace}"), start, &["; remove it"]);
+}
+
+#[test]
 fn edge_64_variants_are_checked_like_files() {
     let scale = ["the variant's format is f32, which has no scales", "or give the variant format"];
     let text = with_line(JOB, 19, "format = \"f32\"");

@@ -138,6 +138,20 @@ fn a_good_file_is_read_as_it_stands() {
     assert_eq!(variants, [("default".to_owned(), good.config)]);
 }
 
+/// `kvpool config` prints these, so that nobody has to know what is left out.
+#[test]
+fn what_is_left_out_is_written() {
+    let text = toml::to_string_pretty(&read(GOOD).unwrap().config).unwrap();
+    for line in [
+        "admission = \"guaranteed\"",
+        "watermark_blocks = 0",
+        "prefix_reuse = true",
+        "event_buffer = 0",
+    ] {
+        assert!(text.lines().any(|written| written == line), "{line}: {text}");
+    }
+}
+
 #[test]
 fn a_config_is_written_as_toml_that_reads_back() {
     let more = [
@@ -149,6 +163,15 @@ fn a_config_is_written_as_toml_that_reads_back() {
         "workload.output_tokens={ dist='lognormal', median=0.1, sigma=0.3, min=1, max=9 }",
         "variant.1.contiguous_layers=[0, 7]",
         "variant.0.capacity=tokens:4096",
+        "cache.prefix_reuse=false",
+        "variant.0.prefix_reuse=true",
+        "variant.0.event_buffer=64",
+        "variant.1.admission=max-utilization",
+        "variant.1.watermark_blocks=3",
+        "workload.shared_prefix_tokens={ dist='uniform', min=8, max=64 }",
+        "workload.num_shared_prefixes=3",
+        "workload.turns={ dist='lognormal', median=2.5, sigma=0.3, min=1, max=9 }",
+        "workload.max_open_conversations=2",
     ];
     let full = parse(JOB, Path::new("t.toml"), &more.map(str::to_owned)).unwrap();
     let odd_scale = read(&with_line(INT8, 15, "k_scale = 0.1")).unwrap();
