@@ -3,6 +3,9 @@
 //! What to check is chosen before anything runs, from the requests and the seed alone, so it is
 //! the same for every variant. What to expect is computed from the [`Formula`], never from the
 //! cache: a key that the cache lost, moved or mixed up shows as an error of the size of a value.
+//! What a request takes from the cache instead of computing it is checked through the outputs
+//! behind it, which attend to it; a sample that lies inside such a prefix is never computed, and
+//! does not count as checked.
 
 use std::ops::Range;
 
@@ -76,8 +79,8 @@ impl Checker {
         let samples: Vec<Sample> = chosen
             .into_iter()
             .map(|(request, position, layer, head)| {
-                let id = requests[request as usize].id;
-                let expected = naive_attention(formula, geometry, id, position, layer, head);
+                let whose = &requests[request as usize];
+                let expected = naive_attention(formula, geometry, whose, position, layer, head);
                 Sample { request, position, layer, head, expected }
             })
             .collect();
@@ -164,7 +167,7 @@ pub fn error_limit(format: KvFormat) -> Option<f64> {
 fn naive_attention(
     formula: &Formula,
     geometry: &Geometry,
-    request: u64,
+    request: &Request,
     position: u32,
     layer: u32,
     head: u32,
@@ -173,10 +176,10 @@ fn naive_attention(
     let kv_len = geometry.num_kv_heads as usize * dim;
     let kv_head = (head / geometry.q_heads_per_kv_head()) as usize;
     let kv_range = kv_head * dim..(kv_head + 1) * dim;
-    let token = |position| formula.token(request, position);
+    let token = |position| formula.token(&request.content, position);
 
     let mut q = vec![0.0; geometry.num_q_heads as usize * dim];
-    formula.fill_q(request, token(position), position, layer, &mut q);
+    formula.fill_q(request.id, token(position), position, layer, &mut q);
     let q = &q[head as usize * dim..(head as usize + 1) * dim];
     let window = geometry.windows[layer as usize];
     let keys: Vec<u32> = (0..=position)
@@ -188,7 +191,7 @@ fn naive_attention(
     let scores: Vec<f64> = keys
         .iter()
         .map(|key| {
-            formula.fill_k(request, token(*key), *key, layer, &mut k);
+            formula.fill_k(token(*key), *key, layer, &mut k);
             let pairs = q.iter().zip(&k[kv_range.clone()]);
             scale * pairs.map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>()
         })
@@ -198,7 +201,7 @@ fn naive_attention(
     let mut out = vec![0.0; dim];
     let mut v = vec![0.0; kv_len];
     for (key, score) in keys.iter().zip(&scores) {
-        formula.fill_v(request, token(*key), *key, layer, &mut v);
+        formula.fill_v(token(*key), *key, layer, &mut v);
         let weight = (score - max).exp() / sum;
         for (out, v) in out.iter_mut().zip(&v[kv_range.clone()]) {
             *out += weight * f64::from(*v);
@@ -209,6 +212,7 @@ fn naive_attention(
 
 #[cfg(test)]
 mod tests {
+    use super::super::workload::Content;
     use super::*;
 
     fn geometry() -> Geometry {
@@ -223,14 +227,13 @@ mod tests {
     }
 
     fn requests() -> Vec<Request> {
-        (0..10)
-            .map(|i| Request {
-                id: i.into(),
-                arrival: i,
-                prompt_tokens: 5 + i,
-                output_tokens: 3 + 10 * i,
-            })
-            .collect()
+        (0..10).map(|i| request(i, 5 + i, 3 + 10 * i)).collect()
+    }
+
+    fn request(arrival: u32, prompt_tokens: u32, output_tokens: u32) -> Request {
+        let id = u64::from(arrival);
+        let content = Content { prefix: 1, prefix_tokens: 2, own: id };
+        Request { id, content, arrival, turn: 0, repeated_tokens: 0, prompt_tokens, output_tokens }
     }
 
     #[test]
@@ -263,16 +266,17 @@ mod tests {
         // A query that sees one key has that key's value; with sinks it sees two more.
         let without = Geometry { sink_tokens: 0, ..geometry() };
         let mut v = vec![0.0; 32];
-        formula.fill_v(7, formula.token(7, 9), 9, 0, &mut v);
-        let out = naive_attention(&formula, &without, 7, 9, 0, 3);
+        let seven = request(7, 20, 20);
+        formula.fill_v(formula.token(&seven.content, 9), 9, 0, &mut v);
+        let out = naive_attention(&formula, &without, &seven, 9, 0, 3);
         for (out, v) in out.iter().zip(&v[16..]) {
             assert!((out - f64::from(*v)).abs() < 1e-12, "query head 3 uses KV head 1");
         }
-        assert_ne!(out, naive_attention(&formula, &geometry(), 7, 9, 0, 3));
+        assert_ne!(out, naive_attention(&formula, &geometry(), &seven, 9, 0, 3));
         // Early positions see everything either way.
-        let early = naive_attention(&formula, &geometry(), 7, 3, 2, 0);
+        let early = naive_attention(&formula, &geometry(), &seven, 3, 2, 0);
         let full = Geometry { windows: vec![0, 0, 0], ..geometry() };
-        assert_eq!(early, naive_attention(&formula, &full, 7, 3, 2, 0));
+        assert_eq!(early, naive_attention(&formula, &full, &seven, 3, 2, 0));
     }
 
     #[test]

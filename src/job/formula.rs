@@ -1,9 +1,12 @@
 //! What the job keeps in the cache: every element of K, V and Q from a fixed formula.
 //!
-//! The formula stands in for a model. Its numbers depend on the request, the token, the position,
-//! the layer, the head and the dimension, and on nothing else, so whatever is read from the cache
-//! can be checked, however it got there: a key of another sequence, another position or another
-//! layer is simply a different number. The statistics are those that matter to a cache:
+//! The formula stands in for a model. K and V depend on the token, the position, the layer, the
+//! head and the dimension, and on nothing else: as in a model whose layers see one token each, so
+//! that requests whose prompts begin alike have the same K and V there and can share them. Q also
+//! depends on the request. Whatever is read from the cache can be checked, however it got there: a
+//! key of another token, another position or another layer is simply a different number, and two
+//! requests have the same token only where their content is the same (the vocabulary is so large
+//! that it does not happen by chance). The statistics are those that matter to a cache:
 //!
 //! - K is normal with a few *outlier channels* a layer and head, whose values lie around a large
 //!   mean that is the same for all tokens, as in real models. They are what makes INT8 keys hard.
@@ -15,6 +18,7 @@
 //! format is part of the error that the job measures.
 
 use super::random::{Rng, high, low, mix};
+use super::workload::Content;
 use crate::config::Geometry;
 
 /// The standard deviation of Q's elements.
@@ -23,8 +27,12 @@ const Q_SCALE: f32 = 1.5;
 /// Channels of a head that have one outlier among them.
 const CHANNELS_PER_OUTLIER: u32 = 16;
 
-/// Tokens of the vocabulary.
-const VOCABULARY: u32 = 32_000;
+/// Tokens of the vocabulary: far more than a model has, so that two requests have a token in common
+/// because they share it, and not by chance.
+const VOCABULARY: u32 = 1 << 31;
+
+/// Stands for the request in what is the same for all of them.
+const EVERY_REQUEST: u64 = 0;
 
 /// What a hash is for. Two uses never share their numbers.
 #[derive(Clone, Copy)]
@@ -34,6 +42,7 @@ enum Use {
     V,
     Q,
     Outliers,
+    Prefix,
 }
 
 /// Computes tokens, keys, values and queries.
@@ -68,16 +77,21 @@ impl Formula {
         Self { seed, num_kv_heads, head_dim, k_means }
     }
 
-    /// The token of a request at a position.
+    /// The token at a position of a content.
     #[must_use]
-    pub fn token(&self, request: u64, position: u32) -> u32 {
-        let word = mix(&[self.seed, Use::Token as u64, request, u64::from(position)]);
+    pub fn token(&self, content: &Content, position: u32) -> u32 {
+        let (what, whose) = if position < content.prefix_tokens {
+            (Use::Prefix, u64::from(content.prefix))
+        } else {
+            (Use::Token, content.own)
+        };
+        let word = mix(&[self.seed, what as u64, whose, u64::from(position)]);
         high(u64::from(high(word)) * u64::from(VOCABULARY))
     }
 
     /// One token's keys in a layer. `[num_kv_heads, head_dim]`
-    pub fn fill_k(&self, request: u64, token: u32, position: u32, layer: u32, out: &mut [f32]) {
-        let row = self.row(Use::K, request, token, position, layer);
+    pub fn fill_k(&self, token: u32, position: u32, layer: u32, out: &mut [f32]) {
+        let row = self.row(Use::K, EVERY_REQUEST, token, position, layer);
         let means = &self.k_means[layer as usize * self.num_kv_heads * self.head_dim..];
         let heads = out.chunks_exact_mut(self.head_dim).zip(means.chunks_exact(self.head_dim));
         for (head, (out, means)) in (0..).zip(heads) {
@@ -89,12 +103,12 @@ impl Formula {
     }
 
     /// One token's values in a layer. `[num_kv_heads, head_dim]`
-    pub fn fill_v(&self, request: u64, token: u32, position: u32, layer: u32, out: &mut [f32]) {
-        let row = self.row(Use::V, request, token, position, layer);
+    pub fn fill_v(&self, token: u32, position: u32, layer: u32, out: &mut [f32]) {
+        let row = self.row(Use::V, EVERY_REQUEST, token, position, layer);
         self.fill_heads(row, 1.0, out);
     }
 
-    /// One token's queries in a layer. `[num_q_heads, head_dim]`
+    /// One token's queries of a request in a layer. `[num_q_heads, head_dim]`
     pub fn fill_q(&self, request: u64, token: u32, position: u32, layer: u32, out: &mut [f32]) {
         let row = self.row(Use::Q, request, token, position, layer);
         self.fill_heads(row, Q_SCALE, out);
@@ -161,26 +175,62 @@ mod tests {
     fn every_argument_changes_every_vector() {
         let formula = Formula::new(1, &geometry());
         let other_seed = Formula::new(2, &geometry());
-        let v = |formula: &Formula, request, token, position, layer| {
+        let vector = |fill: &dyn Fn(&mut [f32])| {
             let mut out = vec![0.0; 2 * DIM];
-            formula.fill_v(request, token, position, layer, &mut out);
+            fill(&mut out);
             out
         };
-        let base = v(&formula, 1, 2, 3, 0);
-        assert_eq!(base, v(&formula, 1, 2, 3, 0));
-        assert_ne!(base[..DIM], base[DIM..], "heads");
-        for other in [
-            v(&other_seed, 1, 2, 3, 0),
-            v(&formula, 2, 2, 3, 0),
-            v(&formula, 1, 3, 3, 0),
-            v(&formula, 1, 2, 4, 0),
-            v(&formula, 1, 2, 3, 1),
-        ] {
-            let same = base.iter().zip(&other).filter(|(a, b)| a.to_bits() == b.to_bits()).count();
-            assert!(same < 8, "{same} of 128 elements are the same");
-        }
-        assert_ne!(formula.token(0, 1), formula.token(0, 2));
-        assert!((0..1000).all(|position| formula.token(3, position) < VOCABULARY));
+        let k = |token, position, layer| vector(&|out| formula.fill_k(token, position, layer, out));
+        let v = |formula: &Formula, token, position, layer| {
+            vector(&|out| formula.fill_v(token, position, layer, out))
+        };
+        let q = |request, token, position, layer| {
+            vector(&|out| formula.fill_q(request, token, position, layer, out))
+        };
+        let differ = |base: &[f32], others: &[Vec<f32>]| {
+            assert_ne!(base[..DIM], base[DIM..], "heads");
+            for other in others {
+                let pairs = base.iter().zip(other);
+                let same = pairs.filter(|(a, b)| a.to_bits() == b.to_bits()).count();
+                assert!(same < 8, "{same} of 128 elements are the same");
+            }
+        };
+        assert_eq!(k(2, 3, 0), k(2, 3, 0));
+        differ(&k(2, 3, 0), &[k(3, 3, 0), k(2, 4, 0), k(2, 3, 1), v(&formula, 2, 3, 0)]);
+        let others = [
+            v(&other_seed, 2, 3, 0),
+            v(&formula, 3, 3, 0),
+            v(&formula, 2, 4, 0),
+            v(&formula, 2, 3, 1),
+        ];
+        differ(&v(&formula, 2, 3, 0), &others);
+        differ(&q(1, 2, 3, 0), &[q(2, 2, 3, 0), q(1, 3, 3, 0), q(1, 2, 4, 0), q(1, 2, 3, 1)]);
+    }
+
+    #[test]
+    fn tokens_are_equal_where_the_content_is_and_nowhere_else() {
+        let formula = Formula::new(1, &geometry());
+        let tokens = |prefix, prefix_tokens, own| -> Vec<u32> {
+            let content = Content { prefix, prefix_tokens, own };
+            (0..1000).map(|position| formula.token(&content, position)).collect()
+        };
+        let base = tokens(4, 300, 7);
+        let same = |other: &[u32]| base.iter().zip(other).filter(|(a, b)| a == b).count();
+        let other = tokens(4, 300, 8);
+        assert_eq!((same(&other), &base[..300]), (300, &other[..300]), "the shared prefix");
+        assert_eq!(same(&tokens(5, 300, 7)), 700, "the conversation behind another prefix");
+        assert_eq!(same(&tokens(7, 300, 4)), 0, "prefix 7 is not conversation 7");
+        assert_eq!(same(&tokens(0, 0, 4)), 0, "nor prefix 4 conversation 4");
+        assert!(base.iter().all(|token| *token < VOCABULARY));
+        let mut distinct = base;
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert_eq!(distinct.len(), 1000);
+    }
+
+    /// Tokens of a conversation that shares nothing.
+    fn token(formula: &Formula, own: u64, position: u32) -> u32 {
+        formula.token(&Content { prefix: 0, prefix_tokens: 0, own }, position)
     }
 
     #[test]
@@ -189,9 +239,9 @@ mod tests {
         let (mut ks, mut vs, mut qs) = (Vec::new(), Vec::new(), Vec::new());
         for position in 0..400 {
             let (mut k, mut v, mut q) = ([0.0; 2 * DIM], [0.0; 2 * DIM], [0.0; 4 * DIM]);
-            let token = formula.token(9, position);
-            formula.fill_k(9, token, position, 1, &mut k);
-            formula.fill_v(9, token, position, 1, &mut v);
+            let token = token(&formula, 9, position);
+            formula.fill_k(token, position, 1, &mut k);
+            formula.fill_v(token, position, 1, &mut v);
             formula.fill_q(9, token, position, 1, &mut q);
             ks.extend_from_slice(&k);
             vs.extend_from_slice(&v);
@@ -216,11 +266,11 @@ mod tests {
     fn attention_is_neither_uniform_nor_all_on_one_key() {
         let formula = Formula::new(5, &geometry());
         let mut q = [0.0; 4 * DIM];
-        formula.fill_q(1, formula.token(1, 255), 255, 0, &mut q);
+        formula.fill_q(1, token(&formula, 1, 255), 255, 0, &mut q);
         let weights: Vec<f64> = (0..256)
             .map(|position| {
                 let mut k = [0.0; 2 * DIM];
-                formula.fill_k(1, formula.token(1, position), position, 0, &mut k);
+                formula.fill_k(token(&formula, 1, position), position, 0, &mut k);
                 let dot: f64 =
                     q.iter().zip(&k[..DIM]).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
                 (dot / 8.0).exp()

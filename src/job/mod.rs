@@ -4,7 +4,8 @@
 //! opens a cache, drives all requests through it with continuous batching, and closes it. Each
 //! layer's K, V and Q come from a fixed [`formula`], so every number in the cache is knowable:
 //! samples of the output are compared with naive attention in f64 over the formula's own numbers,
-//! and a checksum over all outputs must be the same for every mode of one format.
+//! and a checksum over all outputs that a model would sample from must be the same for every mode
+//! of one format, with prefix reuse and without.
 //!
 //! - [`workload`]: which requests, from a seeded generator or a trace.
 //! - [`formula`]: the contents.
@@ -48,7 +49,8 @@ use crate::units::Bytes;
 /// How far a variant is.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Tokens of its requests that are done; what is computed again is not counted twice.
+    /// Tokens of its requests that are done, computed or found in the cache; what is computed
+    /// again is not counted twice.
     pub tokens_done: u64,
     /// Tokens of all its requests.
     pub tokens_total: u64,
@@ -87,6 +89,8 @@ impl Observer for Silent {
 struct Job<'a> {
     geometry: &'a Geometry,
     requests: Vec<Request>,
+    /// Conversations that are open at once; all when there is no limit.
+    open: Option<u32>,
     formula: Formula,
     checker: Checker,
 }
@@ -110,7 +114,8 @@ pub fn run(source: &Source, observer: &mut dyn Observer) -> Result<Report, JobEr
         workload.seed,
         workload.check_samples,
     );
-    let job = Job { geometry: &source.geometry, requests, formula, checker };
+    let open = workload.max_open_conversations;
+    let job = Job { geometry: &source.geometry, requests, open, formula, checker };
     let variants = source.variants();
     let of = variants.len();
     let runs = variants
@@ -146,8 +151,9 @@ impl Job<'_> {
         let plan = Plan::new(config, self.geometry).map_err(|error| open(error.into()))?;
         let mut progress = |done, total| observer.opening(done, total);
         let cache = Cache::open_on_cpu(plan, &config.device, Some(&mut progress)).map_err(open)?;
-        let engine = Engine::new(cache.plan(), &self.formula, &self.checker, self.requests.len());
-        let mut scheduler = Scheduler::new(cache, engine, &self.requests).map_err(failed)?;
+        let engine = Engine::new(cache.plan(), &self.formula, &self.checker, &self.requests);
+        let mut scheduler =
+            Scheduler::new(cache, engine, &self.requests, self.open).map_err(failed)?;
 
         let tokens_total = scheduler.tokens_to_come();
         let mut allocations = AllocationMeter::default();
@@ -168,13 +174,14 @@ impl Job<'_> {
             });
         }
         let wall_s = began.elapsed().as_secs_f64();
-        Ok(describe(name, &scheduler, &allocations, wall_s))
+        Ok(describe(name, config.cache.prefix_reuse, &scheduler, &allocations, wall_s))
     }
 }
 
 /// The report of a finished run.
 fn describe(
     name: &str,
+    asked_for_reuse: bool,
     scheduler: &Scheduler<'_>,
     allocations: &AllocationMeter,
     wall_s: f64,
@@ -209,6 +216,17 @@ fn describe(
         capacity_tokens: plan.capacity_tokens,
         peak_held_bytes: stats.peak_held_bytes,
         peak_promised_bytes: Bytes(counts.promised_peak),
+        prefix_reuse: plan.reuse.is_on(),
+        prefix_reuse_declined: plan.reuse.declined.filter(|_| asked_for_reuse),
+        prompt_tokens: counts.prompt_tokens,
+        prefix_hit_tokens: counts.hit_tokens,
+        prefix_hit_rate: mean(counts.hit_tokens.into(), counts.prompt_tokens),
+        repeated_prompt_tokens: counts.repeated_tokens,
+        resumed_tokens: counts.resumed_tokens,
+        resumed_hit_tokens: counts.resumed_hit_tokens,
+        saved_prefill_tokens: counts.hit_tokens + counts.resumed_hit_tokens,
+        evictions: stats.evictions,
+        peak_cached_bytes: Bytes(counts.cached_peak),
         requests_refused_too_long: counts.refused_too_long,
         requests_refused_never_fits: counts.refused_never_fits,
         preemptions: counts.preemptions,
@@ -237,12 +255,22 @@ fn problems(scheduler: &Scheduler<'_>) -> Vec<String> {
     }
     let (got, expected) = (counts.new_tokens, scheduler.tokens_to_come());
     if got != expected {
-        problems.push(format!("{got} tokens were computed, expected {expected}"));
+        problems.push(format!("{got} tokens were reached, expected {expected}"));
+    }
+    let (got, expected) = (engine.counted(), counts.sampled_rows);
+    if got != expected {
+        problems.push(format!("{got} outputs are in the checksum, expected {expected}"));
     }
     if engine.mismatches() > 0 {
         problems.push(format!(
-            "{} requests gave other outputs when they were computed again after a preemption",
+            "{} outputs were others when they were computed again after a preemption",
             engine.mismatches()
+        ));
+    }
+    if counts.hit_tokens > counts.repeated_tokens {
+        problems.push(format!(
+            "{} prompt tokens were found in the cache, and only {} are in an earlier request too",
+            counts.hit_tokens, counts.repeated_tokens
         ));
     }
     let error = engine.verdict().max_abs_error();

@@ -60,8 +60,9 @@ pub struct RunReport {
     /// The largest difference between a checked output and attention in f64 over the formula's
     /// numbers, the rounding of the storage format included; `None` when nothing was checked.
     pub max_abs_error: Option<f64>,
-    /// A sum over all outputs, in 16 hexadecimal digits: changes with every bit of them, and not
-    /// with the order in which they were computed.
+    /// A sum over the outputs that a model would sample from (at the last token of each prompt and
+    /// all behind it), in 16 hexadecimal digits: changes with every bit of them, and not with the
+    /// order in which they were computed, nor with what is reused.
     pub output_checksum: String,
     /// Allocations of the whole process from when the cache is open to the last release, with
     /// the observer's own left out; `None` when the program does not count
@@ -79,6 +80,31 @@ pub struct RunReport {
     pub peak_held_bytes: Bytes,
     /// The most bytes promised to sequences and not taken yet.
     pub peak_promised_bytes: Bytes,
+    /// Whether prefixes were reused.
+    pub prefix_reuse: bool,
+    /// Why not, where the file asked for it and the plan cannot.
+    pub prefix_reuse_declined: Option<&'static str>,
+    /// Prompt tokens of the requests that were admitted, each request once.
+    pub prompt_tokens: u64,
+    /// How many of `prompt_tokens` were found in the cache and not computed.
+    pub prefix_hit_tokens: u64,
+    /// `prefix_hit_tokens` by `prompt_tokens`.
+    pub prefix_hit_rate: f64,
+    /// How many of the prompt tokens stand at the start of the prompt in an earlier request too: a
+    /// cache that forgets nothing, with requests that come one after the other, finds these.
+    pub repeated_prompt_tokens: u64,
+    /// Tokens of requests that were admitted again after a preemption: their prompt and what they
+    /// had generated.
+    pub resumed_tokens: u64,
+    /// How many of `resumed_tokens` were found in the cache and not computed again.
+    pub resumed_hit_tokens: u64,
+    /// All tokens that were found in the cache and not computed: `prefix_hit_tokens` and
+    /// `resumed_hit_tokens`.
+    pub saved_prefill_tokens: u64,
+    /// Blocks that were kept for reuse and given to another sequence.
+    pub evictions: u64,
+    /// The most bytes of blocks that were kept for reuse while no sequence held them.
+    pub peak_cached_bytes: Bytes,
     /// Requests refused before the first step: longer than `limits.max_seq_len`.
     pub requests_refused_too_long: u64,
     /// Requests refused before the first step: they need more blocks than the pool has.
@@ -145,7 +171,8 @@ pub struct Comparison {
 pub enum Outcome {
     /// All checksums are equal.
     Equal,
-    /// They are not: an answer depends on the cache mode, which must never be.
+    /// They are not: an answer depends on the cache mode or on what is reused, which must never
+    /// be.
     Different,
     /// No other variant completed the same requests, so the checksum is one of other outputs.
     NotComparable,
@@ -277,6 +304,17 @@ pub(super) mod tests {
             capacity_tokens: 10,
             peak_held_bytes: Bytes(48),
             peak_promised_bytes: Bytes(16),
+            prefix_reuse: true,
+            prefix_reuse_declined: None,
+            prompt_tokens: 40,
+            prefix_hit_tokens: 10,
+            prefix_hit_rate: 0.25,
+            repeated_prompt_tokens: 20,
+            resumed_tokens: 4,
+            resumed_hit_tokens: 2,
+            saved_prefill_tokens: 12,
+            evictions: 3,
+            peak_cached_bytes: Bytes(16),
             requests_refused_too_long: 0,
             requests_refused_never_fits: 0,
             preemptions: 0,

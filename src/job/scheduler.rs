@@ -5,53 +5,73 @@
 //! decoding request, then chunks of the prompts, the oldest first, until
 //! `limits.max_batch_tokens` are together; what is left of them admits waiting requests. While
 //! the oldest request is still prefilling, one token of the step is kept for it, so that the
-//! oldest progresses in every step.
+//! oldest progresses in every step. Prefill starts behind what `begin` found in the cache.
+//!
+//! **Conversations.** A turn joins the end of the queue when the turn before it is done, since its
+//! prompt holds that one's output. With `workload.max_open_conversations` so many conversations
+//! are open, and the next one opens when one ends.
+//!
+//! **Static batches** (`admission = "static-batch"`) are filled at once, as far as the cache takes
+//! requests, and nobody joins until all of the batch are done.
 //!
 //! **Preemption.** Only under `admission = "max-utilization"` can a step find too few blocks.
 //! Then the youngest request gives up its blocks and goes back to the front of the queue, and its
-//! whole prefix is computed again later; the oldest is never preempted. A request is only
-//! admitted (for the first time or again) when the blocks suffice for its prefix and one new
-//! token *and* for what all running requests append in the steps that this takes. So every
-//! admission ends in at least one new token, and a request that generates n tokens is preempted
-//! at most n times: preempt and resume cannot ping-pong without bound.
+//! whole prefix is computed again later, but for what the cache still has of it; the oldest is
+//! never preempted. A request is only admitted (for the first time or again) when the blocks
+//! suffice for its prefix and one new token *and* for what all running requests append in the
+//! steps that this takes. So every admission ends in at least one new token, and a request that
+//! generates n tokens is preempted at most n times: preempt and resume cannot ping-pong without
+//! bound.
 //!
 //! **What can never run** is refused before the first step and never waits.
 //!
 //! Nothing here looks at a clock: the same requests and plan give the same steps.
 
+mod admit;
+
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::engine::{Engine, Run, Tensors};
+use super::formula::Formula;
 use super::meter::Histogram;
 use super::workload::Request;
-use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
+use crate::cache::{AttendOptions, Cache, SeqHandle};
 use crate::config::Admission;
 use crate::error::CacheError;
-use crate::plan::GroupKind;
-use crate::units::{GroupIdx, LayerIdx};
+use crate::units::LayerIdx;
 
 /// Where a request is.
 #[derive(Clone, Copy, Debug, Default)]
 struct Task {
-    /// Tokens of the sequence when it is done.
+    /// Tokens of the sequence when it is done; 0 for a request that was refused.
     total: u32,
     /// Tokens that are known before the next one is generated: the prompt, and after a preemption
     /// also what was generated before.
     prefix: u32,
     /// Tokens in the cache.
     len: u32,
-    /// Tokens whose outputs were folded in; larger than `len` while a prefix is computed again.
-    folded: u32,
+    /// The most tokens that it had in the cache; more than `len` while a prefix is computed again.
+    reached: u32,
     /// Preemptions so far.
     preemptions: u32,
     sequence: Option<SeqHandle>,
+    /// Where the engine remembers its rows.
+    memory: Option<u32>,
 }
 
 impl Task {
     /// Tokens of the prefix that are not in the cache.
     fn prefill_left(&self) -> u32 {
         self.prefix.saturating_sub(self.len)
+    }
+
+    /// Notes that it has so many tokens, and says how many it never had before.
+    fn reach(&mut self, len: u32) -> u64 {
+        let new = len.saturating_sub(self.reached);
+        self.reached += new;
+        u64::from(new)
     }
 
     /// Tokens that it may have after `steps` more steps, at most.
@@ -76,8 +96,21 @@ pub(super) struct Counts {
     /// Bytes held or promised and not used, summed over the steps.
     pub(super) waste_sum: u128,
     pub(super) promised_peak: u64,
-    /// Tokens folded in for the first time.
+    /// The most bytes of blocks that were kept for reuse and held by nobody.
+    pub(super) cached_peak: u64,
+    /// Tokens that requests have reached, computed or found in the cache, each counted once.
     pub(super) new_tokens: u64,
+    /// Prompt tokens of the requests that were admitted, and how many of them were found in the
+    /// cache. What is admitted again after a preemption is not among them.
+    pub(super) prompt_tokens: u64,
+    pub(super) hit_tokens: u64,
+    /// The same of requests that were admitted again; their prefix is what they had reached.
+    pub(super) resumed_tokens: u64,
+    pub(super) resumed_hit_tokens: u64,
+    /// Prompt tokens that an earlier request of the list has too.
+    pub(super) repeated_tokens: u64,
+    /// Rows that a model would sample a token from.
+    pub(super) sampled_rows: u64,
 }
 
 /// Drives all requests through a cache. Allocates nothing after [`Scheduler::new`].
@@ -87,14 +120,20 @@ pub(super) struct Scheduler<'a> {
     requests: &'a [Request],
     tasks: Vec<Task>,
     waiting: VecDeque<u32>,
+    /// From here on, the first turns in the list belong to conversations that have not opened.
+    unopened: usize,
     /// Oldest first: requests are admitted in the order of their arrival, and it is the youngest
     /// that goes back to the queue.
     running: Vec<u32>,
     /// The step: which requests, and how many tokens of each.
     picked: Vec<u32>,
     batch: Vec<(SeqHandle, u32)>,
-    /// The tokens of the request that is being admitted.
+    /// The token ids of the step, row by row.
+    tokens: Vec<u32>,
+    /// The tokens of the request that is to be admitted next, and which request that is: it may
+    /// be asked for in many steps until there is room.
     prompt: Vec<u32>,
+    prompt_of: Option<u32>,
     pub(super) counts: Counts,
     pub(super) latency: Histogram,
     /// Time in the cache's verbs.
@@ -102,7 +141,8 @@ pub(super) struct Scheduler<'a> {
 }
 
 impl<'a> Scheduler<'a> {
-    /// All requests waiting, but for those that can never run.
+    /// All requests that are there from the start waiting, but for those that can never run; the
+    /// first `open` conversations are, or all.
     ///
     /// # Errors
     /// A refusal of an empty cache that is not for ever: a defect.
@@ -110,47 +150,36 @@ impl<'a> Scheduler<'a> {
         cache: Cache,
         engine: Engine<'a>,
         requests: &'a [Request],
+        open: Option<u32>,
     ) -> Result<Self, CacheError> {
         let slots = cache.plan().seq_slots as usize;
         let longest = cache.plan().limits.max_seq_len as usize;
+        let step_tokens = cache.plan().limits.max_batch_tokens as usize;
         let mut scheduler = Self {
             engine,
             requests,
             tasks: vec![Task::default(); requests.len()],
             waiting: VecDeque::with_capacity(requests.len()),
+            unopened: 0,
             running: Vec::with_capacity(slots),
             picked: Vec::with_capacity(slots),
             batch: Vec::with_capacity(slots),
+            tokens: Vec::with_capacity(step_tokens),
             prompt: Vec::with_capacity(longest),
+            prompt_of: None,
             counts: Counts::default(),
             latency: Histogram::new(),
             cache_time: Duration::ZERO,
             cache,
         };
-        for (index, request) in (0..).zip(requests) {
-            scheduler.enqueue(index, request)?;
+        for (task, request) in requests.iter().enumerate() {
+            scheduler.accept(task, request)?;
+        }
+        let mut opened = 0;
+        while open.is_none_or(|most| opened < most) && scheduler.open_conversation() {
+            opened += 1;
         }
         Ok(scheduler)
-    }
-
-    /// Puts a request into the queue, or refuses it for ever.
-    fn enqueue(&mut self, index: u32, request: &Request) -> Result<(), CacheError> {
-        // What does not fit u32 is longer than any limit.
-        let total = u32::try_from(request.total_tokens()).unwrap_or(u32::MAX);
-        let options = BeginOptions { max_len: Some(total), ..BeginOptions::default() };
-        let longest = self.cache.plan().limits.max_seq_len as usize + 1;
-        let prompt = vec![0; (request.prompt_tokens as usize).min(longest)];
-        match self.cache.check_admission(&prompt, &options) {
-            Ok(_) => {
-                let prefix = request.prompt_tokens;
-                self.tasks[index as usize] = Task { total, prefix, ..Task::default() };
-                self.waiting.push_back(index);
-            }
-            Err(CacheError::SequenceTooLong { .. }) => self.counts.refused_too_long += 1,
-            Err(CacheError::NeverFits { .. }) => self.counts.refused_never_fits += 1,
-            Err(error) => return Err(error),
-        }
-        Ok(())
     }
 
     /// Requests that run now.
@@ -176,27 +205,28 @@ impl<'a> Scheduler<'a> {
         if self.running.is_empty() && self.waiting.is_empty() {
             return Ok(false);
         }
-        let began = Instant::now();
-        self.pick()?;
-        let mut in_cache = began.elapsed();
+        let mut in_cache = Duration::ZERO;
+        self.pick(&mut in_cache)?;
         while let Some(exhausted) = self.try_step(&mut in_cache)? {
             let began = Instant::now();
             self.preempt_youngest(exhausted)?;
             in_cache += began.elapsed();
         }
         self.note_step();
-        let began = Instant::now();
-        self.advance()?;
-        in_cache += began.elapsed();
+        self.advance(&mut in_cache)?;
         self.latency.add(in_cache);
         self.cache_time += in_cache;
         Ok(true)
     }
 
     /// Chooses the tokens of the next step, and admits.
-    fn pick(&mut self) -> Result<(), CacheError> {
+    fn pick(&mut self, in_cache: &mut Duration) -> Result<(), CacheError> {
         self.picked.clear();
         self.batch.clear();
+        let one_batch = self.cache.plan().admission == Admission::StaticBatch;
+        if one_batch && self.running.is_empty() {
+            while self.admit_next(in_cache)?.is_some() {}
+        }
         let mut budget = self.cache.plan().limits.max_batch_tokens;
         let oldest_prefills = (self.running.first())
             .is_some_and(|oldest| self.tasks[*oldest as usize].prefill_left() > 0);
@@ -210,13 +240,8 @@ impl<'a> Scheduler<'a> {
         for at in 0..self.running.len() {
             self.take_chunk(self.running[at], &mut budget);
         }
-        while budget > 0 {
-            let Some(&index) = self.waiting.front() else { break };
-            if !self.admit(index)? {
-                break;
-            }
-            self.waiting.pop_front();
-            self.running.push(index);
+        while budget > 0 && !one_batch {
+            let Some(index) = self.admit_next(in_cache)? else { break };
             self.take_chunk(index, &mut budget);
         }
         Ok(())
@@ -239,75 +264,19 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Begins a request's sequence if the cache takes it now.
-    fn admit(&mut self, index: u32) -> Result<bool, CacheError> {
-        let task = self.tasks[index as usize];
-        let id = self.requests[index as usize].id;
-        let options =
-            BeginOptions { key: Some(id), max_len: Some(task.total), ..BeginOptions::default() };
-        let formula = self.engine.formula();
-        self.prompt.clear();
-        self.prompt.extend((0..task.prefix).map(|position| formula.token(id, position)));
-        match self.cache.check_admission(&self.prompt, &options) {
-            Ok(_) => {}
-            Err(CacheError::NotAdmitted { .. } | CacheError::NoSeqSlot { .. }) => return Ok(false),
-            Err(error) => return Err(error),
-        }
-        if !self.has_room_to_progress(&task) {
-            return Ok(false);
-        }
-        let begun = self.cache.begin(&self.prompt, options)?;
-        let task = &mut self.tasks[index as usize];
-        task.sequence = Some(begun.sequence);
-        task.len = begun.cached_len;
-        Ok(true)
-    }
-
-    /// Whether the blocks suffice for the request's prefix and one new token, and for what all
-    /// running requests append meanwhile. Under guaranteed admission they have been promised.
-    fn has_room_to_progress(&self, task: &Task) -> bool {
-        let plan = self.cache.plan();
-        if plan.admission == Admission::Guaranteed || self.running.is_empty() {
-            return true;
-        }
-        let running = || self.running.iter().map(|index| &self.tasks[*index as usize]);
-        let count = u32::try_from(self.running.len()).unwrap_or(u32::MAX);
-        let prefill_budget = plan.limits.max_batch_tokens.saturating_sub(count);
-        if prefill_budget == 0 {
-            // Decoding alone fills the steps: its prefix would never be computed.
-            return false;
-        }
-        // A step either is full, or has the longest chunk of this prefix. Then the new token.
-        let prefixes = running().map(Task::prefill_left).fold(task.prefix, u32::saturating_add);
-        let steps = prefixes.div_ceil(prefill_budget)
-            + task.prefix.div_ceil(plan.limits.max_step_tokens)
-            + 1;
-        let len = task.prefix.saturating_add(1).min(task.total);
-        let mut paged = (0..)
-            .zip(&plan.groups)
-            .filter(|(_, group)| group.kind == GroupKind::Paged)
-            .map(|(g, group)| (GroupIdx(g), group));
-        paged.all(|(g, group)| {
-            let blocks = self.cache.group_stats(g).unwrap_or_default().blocks;
-            let per_block = group.layout.unit_tokens;
-            let growth = |running: &Task| {
-                let later = running.len_after(steps);
-                let new = later.div_ceil(per_block) - running.len.div_ceil(per_block);
-                // A windowed layer gives blocks back as it takes new ones.
-                u64::from(new.min(plan.blocks_for(g, later)))
-            };
-            let needed = u64::from(plan.blocks_for(g, len)) + running().map(growth).sum::<u64>();
-            needed <= u64::from(blocks.free + blocks.cached)
-        })
-    }
-
     /// Reserves and computes the chosen step. Gives the error back when blocks are missing and
     /// there is someone to preempt; nothing has changed then.
     fn try_step(&mut self, in_cache: &mut Duration) -> Result<Option<CacheError>, CacheError> {
-        let Self { cache, engine, requests, tasks, picked, batch, .. } = self;
+        let Self { cache, engine, requests, tasks, picked, batch, tokens: ids, .. } = self;
         let num_layers = cache.plan().geometry.num_layers;
+        ids.clear();
+        for (&index, &(_, rows)) in picked.iter().zip(&*batch) {
+            let from = tasks[index as usize].len;
+            let request = &requests[index as usize];
+            ids.extend(tokens(engine.formula(), request, from..from + rows));
+        }
         let began = Instant::now();
-        let mut step = match cache.reserve(batch) {
+        let mut step = match cache.reserve_tokens(batch, ids) {
             Ok(step) => step,
             Err(error @ CacheError::PoolExhausted { .. }) if self.running.len() > 1 => {
                 return Ok(Some(error));
@@ -319,17 +288,19 @@ impl<'a> Scheduler<'a> {
         engine.clear();
         let mut start = 0;
         for (&index, &(_, rows)) in picked.iter().zip(&*batch) {
-            let positions = &step.positions()[start..start + rows as usize];
-            start += rows as usize;
-            let task = &tasks[index as usize];
+            let end = start + rows as usize;
+            let positions = &step.positions()[start..end];
+            let request = &requests[index as usize];
             let run = Run {
                 request: index,
-                id: requests[index as usize].id,
+                id: request.id,
                 rows,
                 first_position: positions[0],
-                folded: task.folded,
+                counts_from: request.prompt_tokens - 1,
+                memory: tasks[index as usize].memory,
             };
-            engine.push(run, positions);
+            engine.push(run, positions, &ids[start..end]);
+            start = end;
         }
         for layer in 0..num_layers {
             let Tensors { k, v, q, out } = engine.fill(layer);
@@ -348,22 +319,25 @@ impl<'a> Scheduler<'a> {
 
     /// Puts the youngest running request back to the front of the queue. There are at least two.
     fn preempt_youngest(&mut self, exhausted: CacheError) -> Result<(), CacheError> {
+        let preempted = self.cache.preempt_youngest().ok_or(exhausted)?;
         let index = self.running.pop().ok_or(exhausted)?;
+        debug_assert_eq!(
+            preempted.key,
+            Some(self.requests[index as usize].id),
+            "both by admission"
+        );
         if let Some(at) = self.picked.iter().position(|picked| *picked == index) {
             self.picked.remove(at);
             self.batch.remove(at);
         }
         let task = &mut self.tasks[index as usize];
-        if let Some(sequence) = task.sequence.take() {
-            self.cache.release(sequence)?;
-        }
+        task.sequence = None;
         self.counts.fruitless += u64::from(task.len <= task.prefix);
         task.prefix = task.prefix.max(task.len);
         task.len = 0;
         task.preemptions += 1;
         self.counts.preemptions += 1;
         self.counts.most_preemptions = self.counts.most_preemptions.max(task.preemptions);
-        self.engine.preempted(index, task.folded);
         self.waiting.push_front(index);
         Ok(())
     }
@@ -375,23 +349,29 @@ impl<'a> Scheduler<'a> {
         let counts = &mut self.counts;
         counts.waste_sum += u128::from(taken.saturating_sub(stats.used_bytes.get()));
         counts.promised_peak = counts.promised_peak.max(stats.promised_bytes.get());
+        counts.cached_peak = counts.cached_peak.max(stats.cached_bytes.get());
         counts.steps += 1;
         counts.peak_running = counts.peak_running.max(stats.seqs);
         counts.running_sum += u64::from(stats.seqs);
     }
 
     /// Moves the step's requests on, and releases those that are done.
-    fn advance(&mut self) -> Result<(), CacheError> {
+    fn advance(&mut self, in_cache: &mut Duration) -> Result<(), CacheError> {
         let mut done = 0;
-        for (&index, &(sequence, rows)) in self.picked.iter().zip(&self.batch) {
+        for at in 0..self.picked.len() {
+            let (index, (sequence, rows)) = (self.picked[at], self.batch[at]);
             let task = &mut self.tasks[index as usize];
             task.len += rows;
-            let new = task.len.saturating_sub(task.folded);
-            task.folded += new;
-            self.counts.new_tokens += u64::from(new);
+            self.counts.new_tokens += task.reach(task.len);
             if task.len == task.total {
+                let began = Instant::now();
                 self.cache.release(sequence)?;
+                *in_cache += began.elapsed();
                 task.sequence = None;
+                if let Some(place) = task.memory.take() {
+                    self.engine.forget(place);
+                }
+                self.arrive_after(index);
                 done += 1;
             }
         }
@@ -402,4 +382,13 @@ impl<'a> Scheduler<'a> {
         }
         Ok(())
     }
+}
+
+/// The token ids of a request at these positions.
+fn tokens(
+    formula: &Formula,
+    request: &Request,
+    positions: Range<u32>,
+) -> impl Iterator<Item = u32> {
+    positions.map(|position| formula.token(&request.content, position))
 }
