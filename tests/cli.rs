@@ -119,6 +119,60 @@ fn run_prints_a_table_and_no_progress_when_piped() {
     }
 }
 
+/// The job about prefix reuse, cut down to a few conversations.
+const SHARED: [&str; 6] = [
+    "configs/shared-prefix.toml",
+    "--set",
+    "workload.requests=16",
+    "--set",
+    "workload.check_samples=24",
+    "--json",
+];
+
+#[test]
+fn run_json_says_what_reuse_saves() {
+    let out = good(&[&["run"], &SHARED[..]].concat());
+    let document: Value = serde_json::from_str(&out).expect("one JSON document and nothing else");
+    let runs = document["runs"].as_array().expect("runs");
+    assert_eq!(runs.len(), 6);
+    for run in runs {
+        let number = |key: &str| run[key].as_u64().unwrap_or_else(|| panic!("{key}: {run}"));
+        assert_eq!(number("allocations_after_open"), 0, "{run}");
+        assert_eq!(run["output_checksum"], runs[0]["output_checksum"]);
+        assert_eq!(number("prompt_tokens"), runs[0]["prompt_tokens"].as_u64().unwrap_or(0));
+        assert_eq!(number("preemptions"), 0);
+        let (hits, prompts) = (number("prefix_hit_tokens"), number("prompt_tokens"));
+        assert!(hits <= number("repeated_prompt_tokens") && hits < prompts);
+        assert_eq!(number("saved_prefill_tokens"), hits);
+        let rate = run["prefix_hit_rate"].as_f64().expect("a number");
+        assert!((rate - hits as f64 / prompts as f64).abs() < 1e-12, "{run}");
+        for key in ["evictions", "resumed_tokens", "resumed_hit_tokens", "peak_cached_bytes"] {
+            number(key);
+        }
+        let on = run["variant"].as_str().is_some_and(|name| name.ends_with("-on"));
+        assert_eq!(run["prefix_reuse"], on);
+        assert!(on || hits == 0, "{run}");
+    }
+    assert_eq!(document["comparisons"][0]["outcome"], "equal");
+    assert_eq!(document["comparisons"][0]["variants"].as_array().map(Vec::len), Some(6));
+    let paged = runs.iter().find(|run| run["variant"] == "paged-on").expect("there");
+    assert!(paged["prefix_hit_rate"].as_f64() > Some(0.5), "{paged}");
+}
+
+#[test]
+fn the_table_shows_reuse_where_there_is_something_to_reuse() {
+    let out = good(&[&["run"], &SHARED[..5]].concat());
+    assert!(out.lines().take(10).all(|line| line.chars().count() <= 110), "{out}");
+    for words in ["(hit rate)", " off ", " %)  ", "prompt tokens", "blocks evicted", "ms a step"] {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+    let line = "equal outputs, bit for bit (f16): contiguous-off, contiguous-on, paged-off, paged-on, \
+                hybrid-off, hybrid-on";
+    assert!(out.contains(line), "{out}");
+    let plain = good(&[&["run"], &QUICK[..5]].concat());
+    assert!(plain.contains("tokens/s") && !plain.contains("hit rate"), "{plain}");
+}
+
 #[test]
 fn run_out_writes_json_and_csv() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -9,7 +9,7 @@ use kvpool::plan::Plan;
 use kvpool::units::Bytes;
 
 /// A small model with full and windowed layers and sinks.
-const MODEL: &str = "
+pub(crate) const MODEL: &str = "
     model = { num_layers = 3, num_q_heads = 4, num_kv_heads = 2, head_dim = 32, \
               attention_window = [24, 0], sink_tokens = 2 }
     limits = { max_seqs = 6, max_seq_len = 160, max_batch_tokens = 48, max_step_tokens = 16 }
@@ -27,16 +27,16 @@ const MIXED: &str = "
     check_samples = 40
 ";
 
-fn source(parts: &[&str]) -> Source {
+pub(crate) fn source(parts: &[&str]) -> Source {
     parse(&parts.join("\n"), Path::new("job.toml"), &[]).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn report(parts: &[&str]) -> Report {
+pub(crate) fn report(parts: &[&str]) -> Report {
     run(&source(parts), &mut Silent).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// The runs of a report in which nothing may have failed.
-fn done(report: &Report) -> Vec<&RunReport> {
+pub(crate) fn done(report: &Report) -> Vec<&RunReport> {
     assert_eq!(report.problems(), Vec::<String>::new());
     let runs = report.runs.iter().map(|run| match run {
         Run::Done(run) => &**run,

@@ -17,6 +17,7 @@ mod edge_blocks;
 
 mod int8;
 mod job;
+mod job_reuse;
 mod layout;
 mod one_answer;
 mod plans;

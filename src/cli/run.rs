@@ -41,35 +41,26 @@ fn allocated(run: &Run) -> Option<String> {
 
 /// The table, and what there is to say below it.
 fn text(report: &Report) -> String {
-    let header = [
-        "variant",
-        "pool bytes,\nplanned =\nallocated",
-        "peak use",
-        "mean\nwaste",
-        "tokens/s",
-        "step ms\np50 / p99",
-        "max\nerror",
-        "output checksum",
-        "allocs\nafter\nopen",
-    ];
     let done: Vec<&RunReport> = (report.runs.iter())
         .filter_map(|run| match run {
             Run::Done(run) => Some(&**run),
             Run::Failed(_) => None,
         })
         .collect();
+    let columns = columns(&done);
     let mut text = String::new();
     if !done.is_empty() {
+        let header: Vec<&str> = columns.iter().map(|column| column.header).collect();
         let mut table = table(&header, 1..header.len());
         for run in &done {
-            table.add_row(row(run));
+            table.add_row(columns.iter().map(|column| (column.cell)(run)));
         }
         text = text_of(&table);
         // Writing to a String cannot fail.
         let _ = writeln!(text, "\ncomputed by {}", devices(&done));
     }
     for run in &done {
-        let _ = writeln!(text, "{}", sentence(run));
+        let _ = writeln!(text, "{}", sentence(run, &columns));
     }
     for comparison in &report.comparisons {
         let _ = writeln!(text, "{comparison}");
@@ -77,23 +68,93 @@ fn text(report: &Report) -> String {
     text
 }
 
-fn row(run: &RunReport) -> Vec<String> {
-    let pool = if run.planned_bytes == run.allocated_bytes {
+/// One column of the table.
+struct Column {
+    header: &'static str,
+    cell: fn(&RunReport) -> String,
+    shown: Shown,
+}
+
+/// When a column is shown. The table has room for one pair of columns or the other.
+#[derive(PartialEq)]
+enum Shown {
+    Always,
+    /// When there was something to reuse and a variant that reuses.
+    WithReuse,
+    /// Otherwise.
+    WithoutReuse,
+}
+
+/// Every column, from left to right.
+const COLUMNS: [Column; 11] = [
+    Column { header: "variant", cell: |run| run.variant.clone(), shown: Shown::Always },
+    Column { header: "pool bytes,\nplanned =\nallocated", cell: pool, shown: Shown::Always },
+    Column { header: "peak use", cell: |run| run.peak_used_bytes.human(), shown: Shown::Always },
+    Column {
+        header: "mean\nwaste",
+        cell: |run| Bytes(rounded(run.mean_waste_bytes)).human(),
+        shown: Shown::Always,
+    },
+    Column {
+        header: "tokens/s",
+        cell: |run| grouped(rounded(run.tokens_per_s)),
+        shown: Shown::WithoutReuse,
+    },
+    Column { header: "step ms\np50 / p99", cell: step_ms, shown: Shown::WithoutReuse },
+    Column { header: "saved\nprefill\n(hit rate)", cell: saved, shown: Shown::WithReuse },
+    Column {
+        header: "cache\ntime s",
+        cell: |run| format!("{:.3}", run.cache_s),
+        shown: Shown::WithReuse,
+    },
+    Column {
+        header: "max\nerror",
+        cell: |run| {
+            run.max_abs_error.map_or_else(|| "-".to_owned(), |error| format!("{error:.1e}"))
+        },
+        shown: Shown::Always,
+    },
+    Column {
+        header: "output checksum",
+        cell: |run| run.output_checksum.clone(),
+        shown: Shown::Always,
+    },
+    Column {
+        header: "allocs\nafter\nopen",
+        cell: |run| run.allocations_after_open.map_or_else(|| "?".to_owned(), grouped),
+        shown: Shown::Always,
+    },
+];
+
+/// The columns to show. A job in which prompts repeat what earlier ones had, and a variant reuses
+/// it, is about what that saves: tokens per second count only what was computed, so its place is
+/// taken by the time.
+fn columns(runs: &[&RunReport]) -> Vec<Column> {
+    let reuse = runs.iter().any(|run| run.prefix_reuse && run.repeated_prompt_tokens > 0);
+    let hidden = if reuse { Shown::WithoutReuse } else { Shown::WithReuse };
+    COLUMNS.into_iter().filter(|column| column.shown != hidden).collect()
+}
+
+fn pool(run: &RunReport) -> String {
+    if run.planned_bytes == run.allocated_bytes {
         run.planned_bytes.to_string()
     } else {
         format!("{} ≠ {}", run.planned_bytes, run.allocated_bytes)
-    };
-    vec![
-        run.variant.clone(),
-        pool,
-        run.peak_used_bytes.human(),
-        Bytes(rounded(run.mean_waste_bytes)).human(),
-        grouped(rounded(run.tokens_per_s)),
-        format!("{:.2} / {:.2}", run.step_ms_p50, run.step_ms_p99),
-        run.max_abs_error.map_or_else(|| "-".to_owned(), |error| format!("{error:.1e}")),
-        run.output_checksum.clone(),
-        run.allocations_after_open.map_or_else(|| "?".to_owned(), grouped),
-    ]
+    }
+}
+
+fn step_ms(run: &RunReport) -> String {
+    format!("{:.2} / {:.2}", run.step_ms_p50, run.step_ms_p99)
+}
+
+/// How many tokens were not computed because the cache had them, and for how many of a hundred
+/// prompt tokens that was so.
+fn saved(run: &RunReport) -> String {
+    if !run.prefix_reuse {
+        return "off".to_owned();
+    }
+    let percent = 100.0 * run.prefix_hit_rate;
+    format!("{} ({percent:.0} %)", grouped(run.saved_prefill_tokens))
 }
 
 /// What computed, each device once.
@@ -110,7 +171,7 @@ fn devices(runs: &[&RunReport]) -> String {
 }
 
 /// What the table has no room for.
-fn sentence(run: &RunReport) -> String {
+fn sentence(run: &RunReport, columns: &[Column]) -> String {
     let mut text = format!(
         "{}: {} requests, {} tokens, {} steps of {:.1} requests, {} outputs checked",
         run.variant,
@@ -120,6 +181,11 @@ fn sentence(run: &RunReport) -> String {
         run.mean_running,
         grouped(run.outputs_checked),
     );
+    if columns.iter().any(|column| column.shown == Shown::WithReuse) {
+        // These have made room for the columns about reuse.
+        let tokens_per_s = grouped(rounded(run.tokens_per_s));
+        let _ = write!(text, ", {tokens_per_s} tokens/s, {} ms a step", step_ms(run));
+    }
     if let (Some(error), Some(limit)) = (run.max_abs_error, run.error_limit) {
         let _ = write!(text, ", error {error:.1e} of {limit} allowed");
     }
@@ -133,6 +199,19 @@ fn sentence(run: &RunReport) -> String {
     }
     if run.preemptions > 0 {
         let _ = write!(text, "; {} preemptions", grouped(run.preemptions));
+    }
+    if let Some(why) = run.prefix_reuse_declined.filter(|_| run.repeated_prompt_tokens > 0) {
+        let _ = write!(text, "; prefixes not shared: {why}");
+    }
+    if run.prefix_reuse && run.repeated_prompt_tokens > 0 {
+        let _ = write!(
+            text,
+            "; of {} prompt tokens {} were in the cache ({} at most), {} blocks evicted",
+            grouped(run.prompt_tokens),
+            grouped(run.prefix_hit_tokens),
+            grouped(run.repeated_prompt_tokens),
+            grouped(run.evictions),
+        );
     }
     for (count, why) in [
         (run.requests_refused_too_long, "longer than limits.max_seq_len"),
