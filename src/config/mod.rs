@@ -192,7 +192,7 @@ pub enum Admission {
     /// at once; the engine must be ready to preempt.
     MaxUtilization,
     /// Every block up to the sequence's declared length, as [`Admission::Guaranteed`]; and once a
-    /// step has been taken, nobody joins until all of the batch have been released.
+    /// step was committed, nobody joins until all of the batch have been released.
     StaticBatch,
 }
 
