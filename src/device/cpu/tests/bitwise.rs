@@ -116,6 +116,56 @@ fn rows_at_once_change_no_bit() {
 }
 
 #[test]
+fn kv_heads_side_by_side_change_no_bit() {
+    // Calls with one row a sequence, which take KV heads together: as many as there are, in
+    // several blocks and with one left over, or few of them where threads are many. Calls with two
+    // rows take each alone, so their last rows are what to compare with.
+    let shapes = [(1, 4, 64), (8, 4, 128), (9, 1, 64), (20, 1, 32), (3, 2, 96), (12, 3, 72)];
+    for kernel in kernels() {
+        for (i, (kv_heads, group, head_dim)) in shapes.into_iter().enumerate() {
+            for (j, format) in FORMATS.into_iter().enumerate() {
+                if format.1 == Some(ScaleKind::PerGroup32) && head_dim % 32 != 0 {
+                    continue;
+                }
+                let (window, sinks) = [(0, 0), (90, 3), (300, 0), (601, 7)][(i + j) % 4];
+                let base = Params {
+                    format,
+                    kernel,
+                    kv_heads,
+                    group,
+                    head_dim,
+                    window,
+                    sinks,
+                    ..Params::default()
+                };
+                let answer = |params: Params, rows| {
+                    let mut rig = Rig::new(params);
+                    for slot in 0..SLOTS {
+                        rig.begin(slot, KEY + slot);
+                        rig.append(slot, 560 + 13 * slot, 333);
+                    }
+                    let seqs: Vec<_> = (0..SLOTS).map(|slot| (slot, rows)).collect();
+                    let Answer { out, lse } = rig.attend(&seqs);
+                    let last = |all: Vec<f32>| -> Vec<f32> {
+                        let row = all.len() / (SLOTS * rows) as usize;
+                        let rows = all.chunks(row).skip(rows as usize - 1).step_by(rows as usize);
+                        rows.flatten().copied().collect()
+                    };
+                    Answer { out: last(out), lse: last(lse) }.bits()
+                };
+                let expected = answer(base, 2);
+                for mode in [CacheMode::Contiguous, CacheMode::Paged] {
+                    for threads in [1, 2, 7] {
+                        let params = Params { mode, threads, ..base };
+                        assert!(answer(params, 1) == expected, "{params:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn the_batch_changes_no_bit() {
     for kernel in kernels() {
         for threads in [1, 2, 4] {
