@@ -27,7 +27,9 @@ pub use layout::{
     visible,
 };
 pub use reuse::{GroupReuse, ReusePlan};
-pub use workspace::{CpuWorkspace, HEADS_AT_ONCE, LANES, PAIRS_PER_THREAD, TILE_TOKENS};
+pub use workspace::{
+    CpuWorkspace, HEADS_AT_ONCE, ITEMS_PER_THREAD, KV_HEADS_AT_ONCE, LANES, TILE_TOKENS,
+};
 
 use serde::Serialize;
 

@@ -15,9 +15,13 @@ pub const TILE_TOKENS: u32 = 64;
 /// Lanes that the CPU kernels compute side by side; vectors are padded to a multiple of it.
 pub const LANES: u32 = 16;
 
-/// (row, KV head) pairs for each thread from which on a pair is one item of work. Below, its
-/// splits are dealt out one by one, and each needs a place for its partial result.
-pub const PAIRS_PER_THREAD: u32 = 4;
+/// Items of work that there are to be for each thread, so that none waits long for the others.
+pub const ITEMS_PER_THREAD: u32 = 4;
+
+/// KV heads of one row that are computed tile by tile side by side, at most. In a block the
+/// heads of a layer lie one behind the other: read together they are one long run of bytes, which
+/// comes from memory faster than a short run here and there.
+pub const KV_HEADS_AT_ONCE: u32 = 8;
 
 /// Query heads, over several rows, that are computed side by side: what a tile's keys and values
 /// are read and converted for once. Their queries and accumulators are to stay in the nearest
@@ -31,6 +35,8 @@ pub struct CpuWorkspace {
     pub threads: u32,
     /// Query heads that share a KV head.
     pub q_heads_per_kv_head: u32,
+    /// KV heads.
+    pub num_kv_heads: u32,
     /// Elements of a vector.
     pub head_dim: u32,
     /// Elements of a vector, padded to whole lanes.
@@ -53,6 +59,13 @@ impl CpuWorkspace {
         self.max_rows() * self.q_heads_per_kv_head
     }
 
+    /// KV heads of one row that are computed side by side, at most: no more query heads than those
+    /// of several rows.
+    #[must_use]
+    pub fn kv_heads_at_once(&self) -> u32 {
+        self.num_kv_heads.min(self.max_rows()).clamp(1, KV_HEADS_AT_ONCE)
+    }
+
     /// f32 numbers of one partial result: running maximum and sum of each head (padded to lanes),
     /// and its accumulators `[heads, padded_dim]`.
     ///
@@ -64,16 +77,42 @@ impl CpuWorkspace {
         Ok(heads.try_mul(2)?.try_add(acc)?.get())
     }
 
-    /// f32 numbers that hold the queries as integers of two bytes: for every four heads
+    /// f32 numbers that hold the queries of some heads as integers of two bytes: for every four
     /// `[padded_dim / 16, 2 terms]` lines of 16, then for every 32 elements a line of sums, and
     /// one of scales.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
-    pub fn coded_len(&self) -> Result<u64, Overflow> {
+    pub fn coded_len(&self, heads: u64) -> Result<u64, Overflow> {
         let lines = u64::from(self.padded_dim / LANES);
         let per_four = Bytes(lines * 2 + lines.div_ceil(2) + 1).try_mul(u64::from(LANES))?;
-        Ok(per_four.try_mul(u64::from(self.max_heads()).div_ceil(4))?.get())
+        Ok(per_four.try_mul(heads.div_ceil(4))?.get())
+    }
+
+    /// What is kept of all heads that a thread computes side by side, be they those of several
+    /// rows and one KV head or of one row and several KV heads: `len` says how much it is for
+    /// some heads of one KV head.
+    fn of_all_heads(&self, len: impl Fn(u64) -> Result<u64, Overflow>) -> Result<u64, Overflow> {
+        let rows = len(u64::from(self.max_heads()))?;
+        let kv_heads = Bytes(len(u64::from(self.q_heads_per_kv_head))?)
+            .try_mul(u64::from(self.kv_heads_at_once()))?;
+        Ok(rows.max(kv_heads.get()))
+    }
+
+    /// f32 numbers that hold the queries of all heads as integers.
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn all_coded_len(&self) -> Result<u64, Overflow> {
+        self.of_all_heads(|heads| self.coded_len(heads))
+    }
+
+    /// f32 numbers of the partial results of all heads.
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn all_partials_len(&self) -> Result<u64, Overflow> {
+        self.of_all_heads(|heads| self.partial_len(heads))
     }
 
     /// f32 numbers that hold a tile's weights as integers of two bytes `[max_heads, 2 terms]`
@@ -97,7 +136,7 @@ impl CpuWorkspace {
         // The queries as f32. [max_heads, padded_dim]
         let queries = Bytes(heads).try_mul(u64::from(self.padded_dim))?;
         // The queries as integers.
-        let coded = Bytes(self.coded_len()?);
+        let coded = Bytes(self.all_coded_len()?);
         // The scores of a tile. [max_heads, TILE_TOKENS]
         let scores = Bytes(heads).try_mul(u64::from(TILE_TOKENS))?;
         // The weights of a tile as integers.
@@ -105,21 +144,34 @@ impl CpuWorkspace {
         // The scales of a tile's K and V rows. [2, TILE_TOKENS]
         let scales = Bytes(2).try_mul(u64::from(TILE_TOKENS))?;
         // The split under way, and the sum of those before it.
-        let partials = Bytes(self.partial_len(heads)?).try_mul(2)?;
+        let partials = Bytes(self.all_partials_len()?).try_mul(2)?;
         let terms = [coded, scores, weights, scales, partials];
         let sum = terms.into_iter().try_fold(queries, |sum, term| sum.try_add(term))?;
         Ok(sum.get())
     }
 
-    /// (row, KV head) pairs whose splits may be dealt out one by one: fewer than
-    /// [`PAIRS_PER_THREAD`] a thread, and none where one thread does everything anyway.
+    /// Whether the splits of so many rows are dealt out one by one: where there are fewer (row, KV
+    /// head) pairs than [`ITEMS_PER_THREAD`] a thread; and where KV heads are computed side by
+    /// side and there are fewer rows than threads, since there it is the heads that are not to be
+    /// torn apart.
+    #[must_use]
+    pub fn deals_out_splits(&self, rows: u64, side_by_side: bool) -> bool {
+        let pairs = rows.saturating_mul(u64::from(self.num_kv_heads));
+        let enough = u64::from(self.threads) * u64::from(ITEMS_PER_THREAD);
+        let few_rows = side_by_side && rows < u64::from(self.threads);
+        self.threads > 1 && (few_rows || pairs < enough)
+    }
+
+    /// (row, KV head) pairs whose splits may be dealt out one by one.
     #[must_use]
     pub fn split_pairs(&self) -> u64 {
         if self.threads <= 1 {
-            0
-        } else {
-            u64::from(self.threads) * u64::from(PAIRS_PER_THREAD) - 1
+            return 0;
         }
+        let enough = u64::from(self.threads) * u64::from(ITEMS_PER_THREAD);
+        let kv_heads = u64::from(self.num_kv_heads.max(1));
+        let rows = (u64::from(self.threads) - 1).max((enough - 1) / kv_heads);
+        rows * kv_heads
     }
 
     /// Bytes of the whole workspace.
@@ -149,6 +201,7 @@ impl Plan {
         CpuWorkspace {
             threads,
             q_heads_per_kv_head: self.geometry.q_heads_per_kv_head(),
+            num_kv_heads: self.geometry.num_kv_heads,
             head_dim,
             padded_dim: head_dim.next_multiple_of(LANES),
             max_splits: self.limits.max_seq_len.div_ceil(SPLIT_TOKENS),
@@ -162,5 +215,29 @@ impl Plan {
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn cpu_workspace_bytes(&self, threads: u32) -> Result<Bytes, Overflow> {
         self.cpu_workspace(threads).bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_a_place_for_every_split_that_is_dealt_out() {
+        for threads in 1..20 {
+            for num_kv_heads in 1..40 {
+                let sizes = CpuWorkspace {
+                    threads,
+                    q_heads_per_kv_head: 4,
+                    num_kv_heads,
+                    head_dim: 128,
+                    padded_dim: 128,
+                    max_splits: 3,
+                };
+                let rows = (0..200).filter(|rows| sizes.deals_out_splits(*rows, true)).max();
+                let pairs = rows.unwrap_or(0) * u64::from(num_kv_heads);
+                assert_eq!(pairs, sizes.split_pairs(), "{threads} {num_kv_heads}");
+            }
+        }
     }
 }

@@ -2,19 +2,27 @@
 //!
 //! A row's keys are always computed split by split, each from a fresh state, and the splits are
 //! combined in ascending order; who computes a split has no influence on the result. With many
-//! (row, KV head) pairs a pair is one item of work; with few, each split is, and a second
-//! dispatch combines them. Consecutive rows of a sequence are taken together where there are enough,
-//! so that what is read and converted serves all of them; each row's arithmetic is the same as if
-//! it were alone.
+//! (row, KV head) pairs an item of work is some of these; with few, one split of some of them, and
+//! a second dispatch combines the splits. Two things are taken together in an item, and the
+//! arithmetic is the same as if each were alone:
+//!
+//! - consecutive rows of a sequence, where there are enough, so that what is read and converted
+//!   serves all of them;
+//! - where every sequence has a single row, several KV heads, which are computed in turns, tile by
+//!   tile: their keys lie one behind the other in a block, and are read as one run.
 
 use super::disjoint::Disjoint;
 use super::job::AttendJob;
 use super::kernel::Kernel;
-use super::task::{Partial, Split, Task, load_queries};
+use super::lanes::WIDTH;
+use super::task::{Partial, Parts, Split, Task, load_queries};
 use super::workers::Workers;
 use super::workspace::Workspace;
+use crate::config::Format;
 use crate::error::DeviceError;
-use crate::plan::{CpuWorkspace, PAIRS_PER_THREAD, SPLIT_TOKENS, TILE_TOKENS};
+use crate::plan::{
+    Addressing, CpuWorkspace, GroupLayout, ITEMS_PER_THREAD, SPLIT_TOKENS, TILE_TOKENS,
+};
 use crate::units::Overflow;
 
 /// The workspace in the hands of the workers.
@@ -22,7 +30,7 @@ struct Shared<'a> {
     /// One scratch a thread. `[threads, scratch_len]`
     scratch: Disjoint<'a, f32>,
     scratch_len: usize,
-    /// `[split_pairs, max_splits, partial_len]`
+    /// `[rows, max_splits, num_kv_heads, partial_len]`
     partials: Disjoint<'a, f32>,
     partial_len: usize,
     coded_len: usize,
@@ -59,21 +67,21 @@ impl Shared<'_> {
         Scratch { q, coded, scores, weights, row_scales, part, total }
     }
 
-    /// The place of one split's partial result.
+    /// The places of one split's partial results of a task of one row.
     ///
     /// # Safety
-    /// As long as it is in use, the same pair's and split's is not used elsewhere.
-    unsafe fn partial(&self, pair: usize, split: usize) -> Partial<'_> {
-        // Beyond it lies the next pair's first split.
+    /// As long as they are in use, those of the same row, KV heads and split are not used
+    /// elsewhere.
+    unsafe fn partials(&self, row: usize, split: usize, task: &Task<'_>) -> Parts<'_> {
+        // Beyond it lies the next row's first split.
         assert!(split < self.sizes.max_splits as usize, "no sequence is longer than the plan's");
-        let at = (pair * self.sizes.max_splits as usize + split) * self.partial_len;
-        // SAFETY: places of different pairs or splits do not overlap; the caller sees to the rest.
-        let memory = unsafe { self.partials.part(at, self.partial_len) };
-        Partial::new(
-            memory,
-            self.sizes.q_heads_per_kv_head as usize,
-            self.sizes.padded_dim as usize,
-        )
+        let kv_heads = self.sizes.num_kv_heads as usize;
+        let at = (row * self.sizes.max_splits as usize + split) * kv_heads + task.head as usize;
+        let len = task.kv_heads as usize * self.partial_len;
+        // SAFETY: places of different rows, splits or heads do not overlap; the caller sees to the
+        // rest.
+        let memory = unsafe { self.partials.part(at * self.partial_len, len) };
+        Parts::new(memory, self.partial_len, task)
     }
 }
 
@@ -93,10 +101,70 @@ fn split_range(task: &Task<'_>, split: u32) -> Option<(u32, u32, u32)> {
 fn queries(job: &AttendJob<'_>, task: &Task<'_>, row: usize, q: &mut [f32]) {
     let head_dim = job.layout.head_dim as usize;
     let per_row = task.group * task.padded_dim;
-    for (i, q) in q.chunks_exact_mut(per_row).take(task.rows).enumerate() {
-        let first = job.first_element(row + i, task.head as usize);
-        load_queries(&job.q, first, head_dim, task.padded_dim, q);
+    let mut rows = q.chunks_exact_mut(per_row);
+    for task in task.each_kv_head() {
+        for (i, q) in rows.by_ref().take(task.rows).enumerate() {
+            let first = job.first_element(row + i, task.head as usize);
+            load_queries(&job.q, first, head_dim, task.padded_dim, q);
+        }
     }
+}
+
+/// How a call is dealt out.
+#[derive(Clone, Copy, Debug)]
+struct Deal {
+    /// Rows of a sequence that are taken together, at most.
+    rows: usize,
+    /// KV heads that are taken together, at most; 1 unless `rows` is.
+    kv_heads: usize,
+    /// Blocks of so many KV heads in a row.
+    head_blocks: usize,
+    /// Splits that are dealt out one by one; `None` where all of a sequence's go together.
+    splits: Option<usize>,
+}
+
+impl Deal {
+    fn new(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> Self {
+        let single_rows = job.seqs.iter().all(|seq| seq.rows <= 1);
+        let side_by_side = single_rows && !reads_runs(job.layout);
+        let num_kv_heads = job.layout.num_kv_heads as usize;
+        let enough = (sizes.threads * ITEMS_PER_THREAD) as usize;
+        let splits = sizes.deals_out_splits(job.rows as u64, side_by_side).then(|| {
+            let ends = job.seqs.iter().map(|seq| seq.first_position + seq.rows);
+            ends.max().unwrap_or(0).div_ceil(SPLIT_TOKENS) as usize
+        });
+        let mut kv_heads = if side_by_side { sizes.kv_heads_at_once() as usize } else { 1 };
+        // As many heads at once as there is room for, but still something to do for everyone.
+        let items = job.rows * splits.unwrap_or(1);
+        while kv_heads > 1 && sizes.threads > 1 && items * num_kv_heads.div_ceil(kv_heads) < enough
+        {
+            kv_heads = kv_heads.div_ceil(2);
+        }
+        // The same for rows. Many rows read the same keys: head after head, so that they find
+        // each other's in the cache.
+        let most = sizes.max_rows() as usize;
+        let rows = match (single_rows || splits.is_some(), sizes.threads) {
+            (true, _) => 1,
+            (false, 1) => most,
+            (false, _) => (job.rows * num_kv_heads / enough).clamp(1, most),
+        };
+        Self { rows, kv_heads, head_blocks: num_kv_heads.div_ceil(kv_heads), splits }
+    }
+
+    /// The task that begins with a row and a block of KV heads, if one does.
+    fn task<'a>(self, job: &AttendJob<'a>, row: usize, head_block: usize) -> Option<Task<'a>> {
+        let head = head_block * self.kv_heads;
+        let mut task = job.task(row, head, self.rows)?;
+        task.kv_heads = u32::try_from(self.kv_heads).ok()?.min(job.layout.num_kv_heads - task.head);
+        Some(task)
+    }
+}
+
+/// Whether each KV head is best read alone: in a slot its keys are one long run. In blocks the next
+/// head's are the longer one; and INT8, which computes for longer than it reads, is faster with
+/// several heads side by side in slots too (measured, see the notes in `benches`).
+fn reads_runs(layout: &GroupLayout) -> bool {
+    layout.addressing != Addressing::Blocks && layout.format.element != Format::Int8
 }
 
 /// Computes attention with a kernel that works split by split.
@@ -114,14 +182,13 @@ pub(super) fn attend(
 ) -> Result<(), DeviceError> {
     let sizes = *workspace.sizes();
     assert_eq!(job.group, sizes.q_heads_per_kv_head as usize, "query heads as in the plan");
+    assert_eq!(job.layout.num_kv_heads, sizes.num_kv_heads, "KV heads as in the plan");
     assert_eq!(job.layout.head_dim, sizes.head_dim, "head_dim as in the plan");
-    let threads = workers.threads();
-    let pairs = job.rows * job.layout.num_kv_heads as usize;
     let (scratch_len, partial_len) = workspace.lens();
     let len = |numbers: Result<u64, Overflow>| {
         numbers.map_or(0, |n| usize::try_from(n).unwrap_or(usize::MAX))
     };
-    let (coded_len, weights_len) = (len(sizes.coded_len()), len(sizes.weights_len()));
+    let (coded_len, weights_len) = (len(sizes.all_coded_len()), len(sizes.weights_len()));
     let (scratch, partials) = workspace.scratch_and_partials();
     let shared = Shared {
         scratch: Disjoint::new(scratch),
@@ -132,50 +199,46 @@ pub(super) fn attend(
         weights_len,
         sizes,
     };
-    let enough = PAIRS_PER_THREAD as usize * threads;
-    if threads == 1 || pairs >= enough {
-        // As many rows at once as there is room for, but still something to do for every thread.
-        let most = sizes.max_rows() as usize;
-        let block = if threads == 1 { most } else { (pairs / enough).clamp(1, most) };
-        workers.run(pairs, &|worker, pair| {
-            whole_pairs(kernel, &shared, job, worker, pair, block);
-        })
-    } else {
-        let longest = job.seqs.iter().map(|seq| seq.first_position + seq.rows).max().unwrap_or(0);
-        let splits = longest.div_ceil(SPLIT_TOKENS) as usize;
-        workers.run(pairs * splits, &|worker, item| {
-            one_split(kernel, &shared, job, worker, (item / splits, item % splits));
-        })?;
-        workers.run(pairs, &|worker, pair| combine(&shared, job, worker, pair))
-    }
+    let deal = Deal::new(job, &sizes);
+    let items = job.rows * deal.head_blocks;
+    let Some(splits) = deal.splits else {
+        return workers.run(items, &|worker, item| {
+            whole_tasks(kernel, &shared, job, worker, item, deal);
+        });
+    };
+    workers.run(items * splits, &|worker, item| {
+        one_split(kernel, &shared, job, worker, (item / splits, item % splits), deal);
+    })?;
+    let pairs = job.rows * job.layout.num_kv_heads as usize;
+    workers.run(pairs, &|worker, pair| combine(&shared, job, worker, pair))
 }
 
-/// The row and the KV head of a pair. Rows of one sequence follow each other, so that threads
-/// find each other's keys in the cache.
-fn row_and_head(job: &AttendJob<'_>, pair: usize) -> (usize, usize) {
-    (pair % job.rows, pair / job.rows)
+/// The row and the KV head, or block of these, of an item. Rows of one sequence follow each
+/// other, so that threads find each other's keys in the cache.
+fn row_and_head(job: &AttendJob<'_>, item: usize) -> (usize, usize) {
+    (item % job.rows, item / job.rows)
 }
 
-/// All splits of a block of pairs, one after the other; nothing for a pair that begins none.
-fn whole_pairs(
+/// All splits of a task, one after the other; nothing for a row that begins none.
+fn whole_tasks(
     kernel: &dyn Kernel,
     shared: &Shared<'_>,
     job: &AttendJob<'_>,
     worker: usize,
-    pair: usize,
-    block: usize,
+    item: usize,
+    deal: Deal,
 ) {
-    let (row, head) = row_and_head(job, pair);
-    let Some(task) = job.task(row, head, block) else {
+    let (row, head_block) = row_and_head(job, item);
+    let Some(task) = deal.task(job, row, head_block) else {
         return;
     };
     // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
-    let heads = task.heads();
-    let mut part = Partial::new(scratch.part, heads, task.padded_dim);
-    let mut total = Partial::new(scratch.total, heads, task.padded_dim);
+    let len = scratch.part.len() / task.kv_heads as usize / WIDTH * WIDTH;
+    let mut parts = Parts::new(scratch.part, len, &task);
+    let mut totals = Parts::new(scratch.total, len, &task);
     queries(job, &task, row, scratch.q);
-    total.clear();
+    totals.clear();
     for (_, start, end) in splits(&task) {
         kernel.split(&mut Split {
             task: &task,
@@ -187,24 +250,29 @@ fn whole_pairs(
             scores: scratch.scores,
             weights: scratch.weights,
             row_scales: scratch.row_scales,
-            part: part.reborrow(),
+            parts: parts.reborrow(),
         });
-        total.merge(&part, task.padded_dim);
+        for head in 0..task.kv_heads as usize {
+            totals.of(head).merge(&parts.of(head), task.padded_dim);
+        }
     }
-    // SAFETY: the block begins with this item's pair, so no other item has a row of it.
-    unsafe { job.finish(row, &task, &total) };
+    for (i, task) in task.each_kv_head().enumerate() {
+        // SAFETY: the block begins with this item's row and head, so no other item has any of it.
+        unsafe { job.finish(row, &task, &totals.of(i)) };
+    }
 }
 
-/// One split of one pair, into its place.
+/// One split of one task, into its place.
 fn one_split(
     kernel: &dyn Kernel,
     shared: &Shared<'_>,
     job: &AttendJob<'_>,
     worker: usize,
-    (pair, split): (usize, usize),
+    (item, split): (usize, usize),
+    deal: Deal,
 ) {
-    let (row, head) = row_and_head(job, pair);
-    let Some(task) = job.task(row, head, 1) else {
+    let (row, head_block) = row_and_head(job, item);
+    let Some(task) = deal.task(job, row, head_block) else {
         return;
     };
     let Ok(index) = u32::try_from(split) else {
@@ -216,8 +284,8 @@ fn one_split(
     // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
     queries(job, &task, row, scratch.q);
-    // SAFETY: pair and split are this item's alone in this dispatch.
-    let part = unsafe { shared.partial(pair, split) };
+    // SAFETY: row, heads and split are this item's alone in this dispatch.
+    let parts = unsafe { shared.partials(row, split, &task) };
     kernel.split(&mut Split {
         task: &task,
         start,
@@ -228,7 +296,7 @@ fn one_split(
         scores: scratch.scores,
         weights: scratch.weights,
         row_scales: scratch.row_scales,
-        part,
+        parts,
     });
 }
 
@@ -245,8 +313,8 @@ fn combine(shared: &Shared<'_>, job: &AttendJob<'_>, worker: usize, pair: usize)
     for (split, _, _) in splits(&task) {
         // SAFETY: the dispatch that wrote it is over, and in this one the pair is this item's
         // alone.
-        let part = unsafe { shared.partial(pair, split as usize) };
-        total.merge(&part, task.padded_dim);
+        let mut part = unsafe { shared.partials(row, split as usize, &task) };
+        total.merge(&part.of(0), task.padded_dim);
     }
     // SAFETY: the pair is this item's alone in this dispatch.
     unsafe { job.finish(row, &task, &total) };

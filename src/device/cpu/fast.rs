@@ -1,4 +1,4 @@
-//! Attention over one split, for all query heads of a task together.
+//! Attention over one split, for all query heads of a KV head together.
 //!
 //! Everything here is generic and inlined into functions compiled for one instruction set
 //! (`x86.rs`, and `Portable` in `kernel.rs`). The order of every sum is fixed by positions alone:
@@ -17,9 +17,9 @@ use super::exp::exp;
 use super::lanes::{Element, Isa, WIDTH};
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
-use super::tile::{TILE, Tile, TileRow, mask};
-use super::values::all_values;
-use crate::plan::TILE_TOKENS;
+use super::tile::{Ahead, Pace, TILE, Tile, TileRow, mask};
+use super::values::{all_values, passes};
+use crate::plan::{Kv, TILE_TOKENS};
 
 /// Computes one split; the kernels are instances of this.
 #[inline(always)]
@@ -31,59 +31,99 @@ pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
     let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
         return;
     };
-    work.part.clear();
-    let mut tiles = Tiles::new(task, work.start, work.end, work.goes_on);
-    while tiles.advance(task) {
-        let (tile, next) = (&tiles.tile, &tiles.next);
+    let per_head = task.heads() * lines;
+    work.parts.clear();
+    let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
+    while steps.advance(task) {
+        let (tile, kv_head) = (&steps.tile, steps.kv_head);
+        let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
-        all_scores::<I, E>(isa, tile, q, lines, scores);
-        all_weights(isa, task, tile, k_scales, v_scales, scores, &mut work.part);
-        let acc = work.part.acc.as_chunks_mut::<WIDTH>().0;
-        all_values::<I, E>(isa, task, tile, next, scores, acc);
+        let q = &q[kv_head * per_head..];
+        all_scores::<I, E>(isa, tile, &mut steps.values_ahead(), q, lines, scores);
+        all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
+        let acc = part.acc.as_chunks_mut::<WIDTH>().0;
+        let mut ahead = steps.keys_ahead(isa, passes::<I, E>(tile, task.heads()));
+        all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
     }
 }
 
-/// The tiles of a split of which anything is seen, each with the one after it. (Not a closure
-/// called for each: that would be compiled for the baseline's instructions.)
+/// The steps of a split: its tiles of which anything is seen, and within a tile the KV heads. (Not
+/// a closure called for each: that would be compiled for the baseline's instructions.)
 #[derive(Debug)]
-pub(super) struct Tiles<'a> {
-    /// The tile to compute.
+pub(super) struct Steps<'a> {
+    /// The tile to compute, turned to `kv_head`.
     pub(super) tile: Tile<'a>,
-    /// The one after it.
-    pub(super) next: Tile<'a>,
+    /// The KV head to compute, counted from the task's first.
+    pub(super) kv_head: usize,
+    kv_heads: usize,
+    /// The tile after it.
+    next: Tile<'a>,
     start: u32,
     end: u32,
     /// Where the tiles end that are worth asking for.
     ahead: u32,
+    pace: Pace,
 }
 
-impl<'a> Tiles<'a> {
-    /// The tiles of `start..end`; the last one is followed by one beyond `end` if the task goes on
-    /// there.
+impl<'a> Steps<'a> {
+    /// The steps of the split `start..end`; the last tile is followed by one beyond `end` if the
+    /// task goes on there.
     pub(super) fn new(task: &Task<'a>, start: u32, end: u32, goes_on: bool) -> Self {
+        let kv_heads = task.kv_heads as usize;
         let mut next = Tile::new(task);
         next.locate(task, start, end.min(start.saturating_add(TILE_TOKENS)));
         Self {
             tile: Tile::new(task),
+            // There is nothing more to do with the tile before the first.
+            kv_head: kv_heads - 1,
+            kv_heads,
             next,
             start,
             end,
             ahead: if goes_on { task.end() } else { end },
+            // One KV head alone is a single run, or one of many rows, which compute for longer
+            // than they read.
+            pace: if kv_heads > 1 { Pace::Spread } else { Pace::AtOnce },
         }
     }
 
-    /// Goes to the next tile of which anything is seen; whether there is one.
+    /// Goes to the next step; whether there is one.
     pub(super) fn advance(&mut self, task: &Task<'a>) -> bool {
+        self.kv_head += 1;
+        if self.kv_head < self.kv_heads {
+            self.tile.turn_to(self.kv_head);
+            return true;
+        }
         while self.start < self.end {
             std::mem::swap(&mut self.tile, &mut self.next);
             self.start = self.end.min(self.start.saturating_add(TILE_TOKENS));
             let end = self.ahead.min(self.start.saturating_add(TILE_TOKENS));
             self.next.locate(task, self.start, end);
             if self.tile.seen != [(0, 0); 2] {
+                self.kv_head = 0;
+                self.tile.turn_to(0);
                 return true;
             }
         }
         false
+    }
+
+    /// What to ask for while the scores are computed: the step's values.
+    pub(super) fn values_ahead(&self) -> Ahead<'a> {
+        self.tile.ahead(Kv::V, self.kv_head, 1, self.pace)
+    }
+
+    /// What to ask for while the values are added up, in `passes` pieces for each quad: the keys
+    /// of the step after it. Asks for its scales right away.
+    #[inline(always)]
+    pub(super) fn keys_ahead<I: Isa>(&self, isa: I, passes: usize) -> Ahead<'a> {
+        let (tile, kv_head) = if self.kv_head + 1 < self.kv_heads {
+            (&self.tile, self.kv_head + 1)
+        } else {
+            (&self.next, 0)
+        };
+        tile.prefetch_scales(isa, kv_head);
+        tile.ahead(Kv::K, kv_head, passes, self.pace)
     }
 }
 

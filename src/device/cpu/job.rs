@@ -143,6 +143,7 @@ impl<'a> AttendJob<'a> {
             view: self.view(seq),
             layer: self.layer,
             head: u32::try_from(head).ok()?,
+            kv_heads: 1,
             rows,
             position: seq.first_position + u32::try_from(behind).ok()?,
             window: self.window,
@@ -158,7 +159,7 @@ impl<'a> AttendJob<'a> {
         (row * self.num_q_heads + head * self.group) * self.layout.head_dim as usize
     }
 
-    /// Writes the result of a task that begins at `row`.
+    /// Writes the result of a task of one KV head that begins at `row`.
     ///
     /// # Safety
     /// No other thread writes the result of the same rows and KV head meanwhile.

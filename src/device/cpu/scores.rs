@@ -8,8 +8,8 @@
     reason = "loops over constant bounds index register arrays; this is the form that unrolls"
 )]
 
-use super::lanes::{Element, Isa, Line};
-use super::tile::{QUAD, Tile, TileRow};
+use super::lanes::{Element, Isa, Line, WIDTH};
+use super::tile::{Ahead, QUAD, Tile, TileRow, prefetch};
 
 /// q·k of all heads with all keys of the tile, in whole quads: what is computed for keys that are
 /// not seen means nothing.
@@ -17,33 +17,35 @@ use super::tile::{QUAD, Tile, TileRow};
 pub(super) fn all_scores<I: Isa, E: Element>(
     isa: I,
     tile: &Tile<'_>,
+    ahead: &mut Ahead<'_>,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
 ) {
+    let mut ahead = Some(ahead);
     let heads = scores.len();
     let mut g = 0;
     while heads - g >= 4 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
-            scores_of::<I, E, 4, 4>(isa, tile, q, lines, scores, g == 0);
+            scores_of::<I, E, 4, 4>(isa, tile, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 4, 1>(isa, tile, q, lines, scores, g == 0);
+            scores_of::<I, E, 4, 1>(isa, tile, ahead.take(), q, lines, scores);
         }
         g += 4;
     }
     while heads - g >= 2 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
-            scores_of::<I, E, 2, 4>(isa, tile, q, lines, scores, g == 0);
+            scores_of::<I, E, 2, 4>(isa, tile, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 2, 2>(isa, tile, q, lines, scores, g == 0);
+            scores_of::<I, E, 2, 2>(isa, tile, ahead.take(), q, lines, scores);
         }
         g += 2;
     }
     if heads > g {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
-        scores_of::<I, E, 1, 4>(isa, tile, q, lines, scores, g == 0);
+        scores_of::<I, E, 1, 4>(isa, tile, ahead.take(), q, lines, scores);
     }
 }
 
@@ -52,10 +54,10 @@ pub(super) fn all_scores<I: Isa, E: Element>(
 fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
     isa: I,
     tile: &Tile<'_>,
+    mut ahead: Option<&mut Ahead<'_>>,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
-    prefetch: bool,
 ) {
     let mut heads: [&[Line]; G] = [&[]; G];
     for g in 0..G {
@@ -65,12 +67,17 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
     for (from, to) in tile.quads() {
         for quad in from..to {
             let key = quad * QUAD;
-            if prefetch {
-                // The tile's values, which are next.
-                tile.prefetch_v(isa, quad);
+            let mut piece = None;
+            if let Some(ahead) = &mut ahead {
+                piece = ahead.piece(isa);
+            }
+            if let (Some(first), true) = (piece, K != QUAD) {
+                // Only a whole quad at once has the pace that spreads a piece evenly.
+                prefetch(isa, first, QUAD * tile.row_bytes);
+                piece = None;
             }
             for key in (key..key + QUAD).step_by(K) {
-                let sums = products::<I, E, G, K>(isa, tile, key, &heads);
+                let sums = products::<I, E, G, K>(isa, tile, piece, key, &heads);
                 for g in 0..G {
                     scores[g][key..key + K].copy_from_slice(&sums[g]);
                 }
@@ -79,11 +86,12 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
     }
 }
 
-/// q·k of `G` heads with `K` keys.
+/// q·k of `G` heads with `K` keys. Asks for as many bytes from `piece` on as it reads.
 #[inline(always)]
 fn products<I: Isa, E: Element, const G: usize, const K: usize>(
     isa: I,
     tile: &Tile<'_>,
+    piece: Option<*const u8>,
     key: usize,
     heads: &[&[Line]; G],
 ) -> [[f32; K]; G] {
@@ -104,6 +112,10 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
     let mut acc = [[isa.splat(0.0); K]; G];
     if E::GROUPED {
         for pair in 0..whole / 2 {
+            if let Some(first) = piece {
+                let bytes = 2 * K * WIDTH * E::BYTES;
+                prefetch(isa, first.wrapping_add(pair * bytes), bytes);
+            }
             for k in 0..K {
                 let scale = isa.splat(tile.k_scale(key + k, pair));
                 let first = E::load(isa, &rows[k][2 * pair]);
@@ -117,6 +129,10 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
         }
     } else {
         for i in 0..whole {
+            if let Some(first) = piece {
+                let bytes = K * WIDTH * E::BYTES;
+                prefetch(isa, first.wrapping_add(i * bytes), bytes);
+            }
             for k in 0..K {
                 let row = E::load(isa, &rows[k][i]);
                 for g in 0..G {

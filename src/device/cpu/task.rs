@@ -6,8 +6,9 @@ use super::exp::exp;
 use super::lanes::WIDTH;
 use crate::plan::{LayerScales, SeqView, visible};
 
-/// A few consecutive rows of one sequence, and one KV head. The rows' query heads that share it
-/// are computed side by side; to each of them it makes no difference which others there are.
+/// A few consecutive rows of one sequence and one KV head, or one row and a few KV heads in a row.
+/// The rows' query heads are computed side by side; to each of them it makes no difference which
+/// others there are.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task<'a> {
     /// The whole pool.
@@ -16,8 +17,10 @@ pub(super) struct Task<'a> {
     pub(super) view: SeqView<'a>,
     /// The layer's index in the group.
     pub(super) layer: u32,
-    /// The KV head.
+    /// The first KV head.
     pub(super) head: u32,
+    /// KV heads, at least one.
+    pub(super) kv_heads: u32,
     /// Rows, at least one.
     pub(super) rows: usize,
     /// The position of the first row in the sequence.
@@ -35,9 +38,15 @@ pub(super) struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// Query heads of all rows.
+    /// Query heads of all rows that share a KV head.
     pub(super) fn heads(&self) -> usize {
         self.rows * self.group
+    }
+
+    /// The tasks of the single KV heads.
+    pub(super) fn each_kv_head(&self) -> impl Iterator<Item = Self> {
+        let task = *self;
+        (task.head..task.head + task.kv_heads).map(move |head| Self { head, kv_heads: 1, ..task })
     }
 
     /// The positions that a row sees: the sinks, and the rest.
@@ -70,7 +79,7 @@ impl Task<'_> {
     }
 }
 
-/// The running state of some of the keys, for each query head of a task: what is kept of a split,
+/// The running state of some of the keys, for each query head of one KV head: what is kept of a split,
 /// and what splits are combined into.
 #[derive(Debug)]
 pub(super) struct Partial<'a> {
@@ -90,11 +99,6 @@ impl<'a> Partial<'a> {
         let (sum, rest) = rest.split_at_mut(padded);
         let acc = &mut rest[..heads * padded_dim];
         Self { max, sum, acc }
-    }
-
-    /// The same, borrowed for less long.
-    pub(super) fn reborrow(&mut self) -> Partial<'_> {
-        Partial { max: self.max, sum: self.sum, acc: self.acc }
     }
 
     /// Nothing seen.
@@ -126,6 +130,44 @@ impl<'a> Partial<'a> {
     }
 }
 
+/// A [`Partial`] for each KV head of a task, one behind the other.
+#[derive(Debug)]
+pub(super) struct Parts<'a> {
+    memory: &'a mut [f32],
+    /// Numbers of one.
+    len: usize,
+    kv_heads: usize,
+    heads: usize,
+    padded_dim: usize,
+}
+
+impl<'a> Parts<'a> {
+    /// Cuts memory into places of `len` numbers, at least `CpuWorkspace::partial_len(heads)`.
+    pub(super) fn new(memory: &'a mut [f32], len: usize, task: &Task<'_>) -> Self {
+        let kv_heads = task.kv_heads as usize;
+        Self { memory, len, kv_heads, heads: task.heads(), padded_dim: task.padded_dim }
+    }
+
+    /// The same, borrowed for less long.
+    pub(super) fn reborrow(&mut self) -> Parts<'_> {
+        Parts { memory: self.memory, ..*self }
+    }
+
+    /// Nothing seen.
+    pub(super) fn clear(&mut self) {
+        for kv_head in 0..self.kv_heads {
+            self.of(kv_head).clear();
+        }
+    }
+
+    /// The state of one KV head, counted from the task's first.
+    #[inline(always)]
+    pub(super) fn of(&mut self, kv_head: usize) -> Partial<'_> {
+        let memory = &mut self.memory[kv_head * self.len..][..self.len];
+        Partial::new(memory, self.heads, self.padded_dim)
+    }
+}
+
 /// What is subtracted from scores: their maximum, and 0 where that is -∞, so that the exponential
 /// of a score of -∞ is 0 and not NaN.
 #[inline(always)]
@@ -144,9 +186,9 @@ pub(super) struct Split<'a, 'b> {
     pub(super) end: u32,
     /// Whether the split behind it is computed next, so that its first keys are worth asking for.
     pub(super) goes_on: bool,
-    /// The queries. `[heads, padded_dim]`, zeros in the padding
+    /// The queries. `[kv_heads, heads, padded_dim]`, zeros in the padding
     pub(super) q: &'b [f32],
-    /// For queries in another form. `[CpuWorkspace::coded_len]`
+    /// For queries in another form. `[kv_heads, CpuWorkspace::coded_len(heads)]`
     pub(super) coded: &'b mut [f32],
     /// For the scores of a tile, then its weights. `[heads, TILE_TOKENS]`
     pub(super) scores: &'b mut [f32],
@@ -154,8 +196,8 @@ pub(super) struct Split<'a, 'b> {
     pub(super) weights: &'b mut [f32],
     /// For the scales of a tile's K vectors, and of its V vectors. `[2, TILE_TOKENS]`
     pub(super) row_scales: &'b mut [f32],
-    /// Where the result goes; whatever it held is lost.
-    pub(super) part: Partial<'b>,
+    /// Where the result goes; whatever it held is lost. `[kv_heads, partial_len]`
+    pub(super) parts: Parts<'b>,
 }
 
 /// Fills in queries as f32. `from` is the index of the first element of the first.

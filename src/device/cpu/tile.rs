@@ -11,6 +11,9 @@ pub(super) const TILE: usize = TILE_TOKENS as usize;
 /// Keys that are looked at together.
 pub(super) const QUAD: usize = 4;
 
+/// Quads of a tile.
+const QUADS: usize = TILE / QUAD;
+
 /// Keys whose scales are read together: no block is smaller.
 const OCTET: usize = 8;
 
@@ -37,10 +40,22 @@ pub(super) struct Tile<'a> {
     to_v: usize,
     /// Bytes from a K vector's scales to its V vector's.
     scale_to_v: usize,
-    /// Byte offset of each key's K vector. Where a key is not seen this is what it was before.
-    /// Of every entry `at`, seen or not, `at + to_v + row_bytes` is at most `pool.len()`.
+    /// KV heads of the task.
+    kv_heads: usize,
+    /// Bytes from a KV head's vectors to the next one's.
+    head_stride: usize,
+    /// Bytes from a KV head's scales to the next one's.
+    scale_head_stride: usize,
+    /// Bytes from the task's first KV head's vectors to those of the one under way: at most
+    /// `(kv_heads - 1) * head_stride`.
+    shift: usize,
+    /// The same for scales.
+    scale_shift: usize,
+    /// Byte offset of each key's K vector of the task's first KV head. Where a key is not seen
+    /// this is what it was before. Of every entry `at`, seen or not,
+    /// `at + (kv_heads - 1) * head_stride + to_v + row_bytes` is at most `pool.len()`.
     at: [usize; TILE],
-    /// Byte offset of the K vector's scales, for keys that are seen.
+    /// Byte offset of the first KV head's K vector's scales, for keys that are seen.
     scale_at: [usize; TILE],
 }
 
@@ -58,11 +73,14 @@ impl<'a> Tile<'a> {
     /// When not even one vector fits in the pool.
     pub(super) fn new(task: &Task<'a>) -> Self {
         let layout = task.view.layout;
-        let row = |kv| layout.row(0, task.layer, kv, task.head, 0);
-        let scale = |kv| layout.scales(0, task.layer, kv, task.head, 0);
+        let row = |kv, head| layout.row(0, task.layer, kv, head, 0);
+        let scale = |kv, head| layout.scales(0, task.layer, kv, head, 0);
+        let (first, kv_heads) = (task.head, task.kv_heads as usize);
         let row_bytes = index(layout.row_bytes());
-        let to_v = index(row(Kv::V) - row(Kv::K));
-        assert!(row_bytes <= task.pool.len().saturating_sub(to_v), "a vector");
+        let to_v = index(row(Kv::V, first) - row(Kv::K, first));
+        let head_stride = index(row(Kv::K, first + 1) - row(Kv::K, first));
+        let last = (kv_heads - 1) * head_stride;
+        assert!(row_bytes <= task.pool.len().saturating_sub(to_v + last), "a vector");
         Self {
             pool: task.pool,
             start: 0,
@@ -70,10 +88,26 @@ impl<'a> Tile<'a> {
             row_bytes,
             scaled: layout.scales_per_row > 0,
             to_v,
-            scale_to_v: index(scale(Kv::V) - scale(Kv::K)),
+            scale_to_v: index(scale(Kv::V, first) - scale(Kv::K, first)),
+            kv_heads,
+            head_stride,
+            scale_head_stride: index(scale(Kv::K, first + 1) - scale(Kv::K, first)),
+            shift: 0,
+            scale_shift: 0,
             at: [0; TILE],
             scale_at: [0; TILE],
         }
+    }
+
+    /// Turns to one KV head, counted from the task's first.
+    ///
+    /// # Panics
+    /// When the task has no such head.
+    #[inline(always)]
+    pub(super) fn turn_to(&mut self, kv_head: usize) {
+        assert!(kv_head < self.kv_heads, "a head of the task");
+        self.shift = kv_head * self.head_stride;
+        self.scale_shift = kv_head * self.scale_head_stride;
     }
 
     /// Finds the keys of the tile `start..end` that any row sees.
@@ -83,7 +117,7 @@ impl<'a> Tile<'a> {
     pub(super) fn locate(&mut self, task: &Task<'a>, start: u32, end: u32) {
         let layout = task.view.layout;
         let scale_bytes = (layout.scales_per_row * SCALE_BYTES) as usize;
-        let room = self.pool.len() - self.to_v;
+        let room = self.pool.len() - self.to_v - (self.kv_heads - 1) * self.head_stride;
         self.start = start;
         self.seen = task.seen().map(|range| keys(range, start, end));
         for (from, to) in self.seen {
@@ -128,16 +162,17 @@ impl<'a> Tile<'a> {
     /// The K vector of a key; of one that is not seen, bytes of the pool that mean nothing.
     #[inline(always)]
     pub(super) fn k(&self, key: usize) -> &'a [u8] {
-        let at = self.at[key];
-        // SAFETY: `at + to_v + row_bytes` is at most `pool.len()` for every entry of `self.at`:
-        // `new` checks it for 0, which they begin as, and `locate` for what it writes.
+        let at = self.at[key] + self.shift;
+        // SAFETY: `at + (kv_heads - 1) * head_stride + to_v + row_bytes` is at most `pool.len()`
+        // for every entry of `self.at`: `new` checks it for 0, which they begin as, and `locate`
+        // for what it writes. `turn_to` sees to it that `shift` is no more than that.
         unsafe { self.pool.get_unchecked(at..at + self.row_bytes) }
     }
 
     /// The V vector of a key; of one that is not seen, bytes of the pool that mean nothing.
     #[inline(always)]
     pub(super) fn v(&self, key: usize) -> &'a [u8] {
-        let at = self.at[key] + self.to_v;
+        let at = self.at[key] + self.shift + self.to_v;
         // SAFETY: as in `k`.
         unsafe { self.pool.get_unchecked(at..at + self.row_bytes) }
     }
@@ -145,13 +180,13 @@ impl<'a> Tile<'a> {
     /// Scale `i` of a key's K vector.
     #[inline(always)]
     pub(super) fn k_scale(&self, key: usize, i: usize) -> f32 {
-        self.scale(self.scale_at[key], i)
+        self.scale(self.scale_at[key] + self.scale_shift, i)
     }
 
     /// Scale `i` of a key's V vector.
     #[inline(always)]
     pub(super) fn v_scale(&self, key: usize, i: usize) -> f32 {
-        self.scale(self.scale_at[key] + self.scale_to_v, i)
+        self.scale(self.scale_at[key] + self.scale_shift + self.scale_to_v, i)
     }
 
     /// Scale `i` behind byte `at`.
@@ -161,31 +196,41 @@ impl<'a> Tile<'a> {
         E8M8(u16::from_le_bytes([self.pool[at], self.pool[at + 1]])).to_f32()
     }
 
-    /// Asks for the V vectors of a quad before they are needed.
-    #[inline(always)]
-    pub(super) fn prefetch_v<I: Isa>(&self, isa: I, quad: usize) {
-        let key = quad * QUAD;
-        if self.is_near(key) {
-            self.prefetch(isa, self.at[key] + self.to_v, QUAD * self.row_bytes);
+    /// The vectors of one KV head, counted from the task's first, to be asked for in `passes`
+    /// pieces for each quad.
+    pub(super) fn ahead(&self, kv: Kv, kv_head: usize, passes: usize, pace: Pace) -> Ahead<'a> {
+        let shift = passes.max(1).ilog2();
+        let even = passes.is_power_of_two();
+        let mut ahead = Ahead {
+            pool: self.pool,
+            at: [0; QUADS],
+            next: 0,
+            shift,
+            bytes: (QUAD * self.row_bytes) >> shift,
+            pace: if even { pace } else { Pace::AtOnce },
+        };
+        if self.seen == [(0, 0); 2] {
+            ahead.next = QUADS << shift;
         }
+        let offset = kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 };
+        for (quad, at) in ahead.at.iter_mut().enumerate() {
+            *at = self.at[quad * QUAD] + offset;
+        }
+        ahead
     }
 
-    /// Asks for the cache lines of `bytes` bytes. No block ends inside a quad; where a ring does,
-    /// the wrong bytes are asked for, which is harmless.
+    /// Asks for the scales of one KV head, counted from the task's first.
     #[inline(always)]
-    fn prefetch<I: Isa>(&self, isa: I, from: usize, bytes: usize) {
-        let first = self.pool.as_ptr().wrapping_add(from);
-        let mut at = 0;
-        while at < bytes {
-            isa.prefetch(first.wrapping_add(at));
-            at += CACHE_LINE;
+    pub(super) fn prefetch_scales<I: Isa>(&self, isa: I, kv_head: usize) {
+        if self.scaled {
+            let first = self.pool.as_ptr().wrapping_add(kv_head * self.scale_head_stride);
+            // Eight keys' scales fit in a cache line.
+            for at in self.scale_at.iter().step_by(OCTET) {
+                let at = first.wrapping_add(*at);
+                isa.prefetch(at);
+                isa.prefetch(at.wrapping_add(self.scale_to_v));
+            }
         }
-    }
-
-    /// Whether a key is worth asking for.
-    #[inline(always)]
-    fn is_near(&self, key: usize) -> bool {
-        self.seen[1].0 <= key && key < self.seen[1].1
     }
 
     /// The scales of whole vectors, K's and V's; 1 where there are none, and for keys that are
@@ -197,8 +242,8 @@ impl<'a> Tile<'a> {
                 k.fill(1.0);
                 v.fill(1.0);
                 for (from, to) in self.seen {
-                    self.read_scales(0, from, to, k);
-                    self.read_scales(self.scale_to_v, from, to, v);
+                    self.read_scales(self.scale_shift, from, to, k);
+                    self.read_scales(self.scale_shift + self.scale_to_v, from, to, v);
                 }
             }
             Some(ScaleKind::PerTensor) => {
@@ -223,7 +268,7 @@ impl<'a> Tile<'a> {
     /// The bytes of the scales of eight keys that are seen, if these are `N` in a row.
     #[inline(always)]
     pub(super) fn octet_scales<const N: usize>(&self, of_v: bool, key: usize) -> Option<&[u8; N]> {
-        let offset = if of_v { self.scale_to_v } else { 0 };
+        let offset = self.scale_shift + if of_v { self.scale_to_v } else { 0 };
         let (first, last) = (self.scale_at[key], self.scale_at[key + OCTET - 1]);
         if last != first + N / OCTET * (OCTET - 1) {
             return None;
@@ -231,7 +276,8 @@ impl<'a> Tile<'a> {
         self.pool[first + offset..].first_chunk()
     }
 
-    /// The only scale of each of the keys `from..to`, `offset` bytes behind the K vector's.
+    /// The only scale of each of the keys `from..to`, `offset` bytes behind the first head's K
+    /// vector's.
     #[inline(always)]
     fn read_scales(&self, offset: usize, from: usize, to: usize, out: &mut TileRow) {
         let mut key = from;
@@ -252,49 +298,62 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Asks for the K vectors and the scales of a tile, bit by bit in ascending order, while the one
-/// before it is computed. The hardware follows long runs by itself, but not fast enough, and blocks
-/// in no order not at all; and it has room for so few requests at a time that they are best spread
-/// over all of the work that goes on meanwhile.
-#[derive(Debug)]
-pub(super) struct Ahead<'t, 'a> {
-    tile: &'t Tile<'a>,
-    /// The quad under way.
-    quad: usize,
-    /// Bytes of it that have been asked for.
-    done: usize,
-    /// Bytes to ask for in a step.
-    step: usize,
+/// When memory is asked for the lines of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pace {
+    /// All of them before the work that they go with: best where one run follows the other.
+    AtOnce,
+    /// A line or two with every few instructions: best for blocks here and there, where each
+    /// request takes longer and a burst of them would have to wait.
+    Spread,
 }
 
-impl<'t, 'a> Ahead<'t, 'a> {
-    /// For work that takes `passes` steps for each quad of a tile.
-    pub(super) fn new(tile: &'t Tile<'a>, passes: usize) -> Self {
-        let lines = (QUAD * tile.row_bytes).div_ceil(CACHE_LINE);
-        Self { tile, quad: 0, done: 0, step: lines.div_ceil(passes.max(1)) * CACHE_LINE }
-    }
+/// What to ask memory for, piece by piece, while something else is computed. The hardware follows
+/// long runs by itself, but not fast enough, and blocks in no order not at all; and it has room
+/// for so few requests at a time that they are best spread over all of the work that goes on
+/// meanwhile.
+#[derive(Debug)]
+pub(super) struct Ahead<'a> {
+    pool: &'a [u8],
+    /// Byte offsets of the quads. No block ends inside a quad; where a ring does, or a key is not
+    /// seen, the wrong bytes are asked for, which is harmless.
+    at: [usize; QUADS],
+    /// The next piece's number.
+    next: usize,
+    /// A quad is `1 << shift` pieces.
+    shift: u32,
+    /// Bytes of a piece.
+    bytes: usize,
+    pace: Pace,
+}
 
-    /// Asks for a little more.
+impl Ahead<'_> {
+    /// Takes the next piece: asks for its lines, or gives its first byte to somebody who does so
+    /// ([`Pace::Spread`]). `None` when nothing is left to ask for.
     #[inline(always)]
-    pub(super) fn step<I: Isa>(&mut self, isa: I) {
-        let tile = self.tile;
-        let key = self.quad * QUAD;
-        if key >= TILE || !tile.is_near(key) {
-            self.quad += 1;
-            return;
+    pub(super) fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
+        let quad = self.next >> self.shift;
+        if quad >= QUADS {
+            return None;
         }
-        tile.prefetch(isa, tile.at[key] + self.done, self.step);
-        // Eight keys' scales fit in a cache line.
-        if tile.scaled && self.done == 0 && key.is_multiple_of(OCTET) {
-            let at = tile.scale_at[key];
-            tile.prefetch(isa, at, 1);
-            tile.prefetch(isa, at + tile.scale_to_v, 1);
+        let first = self.at[quad] + (self.next & ((1 << self.shift) - 1)) * self.bytes;
+        let first = self.pool.as_ptr().wrapping_add(first);
+        self.next += 1;
+        if self.pace == Pace::Spread {
+            return Some(first);
         }
-        self.done += self.step;
-        if self.done >= QUAD * tile.row_bytes {
-            self.quad += 1;
-            self.done = 0;
-        }
+        prefetch(isa, first, self.bytes);
+        None
+    }
+}
+
+/// Asks for the cache lines of `bytes` bytes. Any address will do.
+#[inline(always)]
+pub(super) fn prefetch<I: Isa>(isa: I, first: *const u8, bytes: usize) {
+    let mut at = 0;
+    while at < bytes {
+        isa.prefetch(first.wrapping_add(at));
+        at += CACHE_LINE;
     }
 }
 

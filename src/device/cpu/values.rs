@@ -9,16 +9,16 @@
 
 use super::lanes::{Element, Isa, Line, WIDTH};
 use super::task::Task;
-use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
+use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow, prefetch};
 
-/// Adds the weighted values of the tile to the accumulators of all heads, and asks for the keys
-/// of the next one.
+/// Adds the weighted values of a step to the accumulators of all heads, and asks for the keys of
+/// the next one.
 #[inline(always)]
 pub(super) fn all_values<I: Isa, E: Element>(
     isa: I,
     task: &Task<'_>,
     tile: &Tile<'_>,
-    next: &Tile<'_>,
+    ahead: &mut Ahead<'_>,
     weights: &[TileRow],
     acc: &mut [Line],
 ) {
@@ -37,8 +37,7 @@ pub(super) fn all_values<I: Isa, E: Element>(
         add::<I, E>(isa, tile, None, (from, to.min(common.0)), heads, weights, lines, acc);
     }
     let heads = weights.len();
-    let mut ahead = Ahead::new(next, lines.div_ceil(LINES_AT_ONCE));
-    add::<I, E>(isa, tile, Some(&mut ahead), common, heads, weights, lines, acc);
+    add::<I, E>(isa, tile, Some(ahead), common, heads, weights, lines, acc);
     for row in 0..task.rows {
         let (_, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
@@ -47,8 +46,19 @@ pub(super) fn all_values<I: Isa, E: Element>(
     }
 }
 
-/// Lines that most kernels add up at once.
-const LINES_AT_ONCE: usize = 4;
+/// How often the first of `heads` heads go over the tile's values: the lines that are not added up
+/// at once are left for the next time.
+#[inline(always)]
+pub(super) fn passes<I: Isa, E: Element>(tile: &Tile<'_>, heads: usize) -> usize {
+    let at_once = match heads {
+        1 => 4,
+        2 | 3 => 2,
+        _ if I::WIDE => 4,
+        _ => 1,
+    };
+    let whole = tile.row_bytes / (E::BYTES * WIDTH);
+    (whole / at_once).max(1)
+}
 
 /// Sinks and the rest, by name.
 fn last_two([sinks, rest]: [Keys; 2]) -> (Keys, Keys) {
@@ -61,7 +71,7 @@ fn last_two([sinks, rest]: [Keys; 2]) -> (Keys, Keys) {
 fn add<I: Isa, E: Element>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_, '_>>,
+    mut ahead: Option<&mut Ahead<'_>>,
     keys: Keys,
     heads: usize,
     weights: &[TileRow],
@@ -97,7 +107,7 @@ fn add<I: Isa, E: Element>(
 fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_, '_>>,
+    mut ahead: Option<&mut Ahead<'_>>,
     keys: Keys,
     weights: &[TileRow],
     lines: usize,
@@ -131,7 +141,7 @@ fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
 fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_, '_>>,
+    mut ahead: Option<&mut Ahead<'_>>,
     keys: Keys,
     first: usize,
     weights: &[TileRow],
@@ -145,11 +155,16 @@ fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
             sums[g][b] = isa.load(&acc[g * lines + first + b]);
         }
     }
+    let mut piece = None;
     for key in keys.0..keys.1.min(TILE) {
-        if let Some(ahead) = &mut ahead
-            && key.is_multiple_of(QUAD)
-        {
-            ahead.step(isa);
+        if let Some(ahead) = &mut ahead {
+            if key.is_multiple_of(QUAD) {
+                piece = ahead.piece(isa);
+            }
+            if let Some(first) = piece {
+                let bytes = B * WIDTH * E::BYTES;
+                prefetch(isa, first.wrapping_add(key % QUAD * bytes), bytes);
+            }
         }
         let row = &E::chunks(tile.v(key)).0[first..first + B];
         for b in 0..B {

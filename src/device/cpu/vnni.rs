@@ -16,10 +16,10 @@
 
 use std::arch::x86_64::*;
 
-use super::fast::{Tiles, all_weights};
+use super::fast::{Steps, all_weights};
 use super::lanes::{Line, WIDTH};
 use super::task::{Split, Task};
-use super::tile::{Ahead, QUAD, TILE, Tile, TileRow};
+use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
 use super::vnni_values::{all_values, encode_weights};
 use super::x86::Avx512;
 use crate::plan::{GroupLayout, SCALE_GROUP};
@@ -119,12 +119,21 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize>(
     let (weights, weight_scales) =
         work.weights.as_chunks_mut::<WIDTH>().0.split_at_mut(2 * blocks.heads);
     let weight_scales = weight_scales.as_flattened_mut();
-    encode_queries::<GROUPED, W>(&blocks, task, work.q.as_chunks::<WIDTH>().0, coded);
+    let per_head = blocks.heads.div_ceil(W) * blocks.lines();
+    let lines = dim / WIDTH;
+    let q = work.q.as_chunks::<WIDTH>().0.chunks_exact(blocks.heads * lines);
+    let coded_heads = coded.chunks_exact_mut(per_head).take(task.kv_heads as usize);
+    for (q, coded) in q.zip(coded_heads) {
+        encode_queries::<GROUPED, W>(&blocks, task, q, coded);
+    }
     let mut group_scales: GroupScales = [[1.0; TILE]; MAX_DIM / GROUP];
-    work.part.clear();
-    let mut tiles = Tiles::new(task, work.start, work.end, work.goes_on);
-    while tiles.advance(task) {
-        let (tile, next) = (&tiles.tile, &tiles.next);
+    work.parts.clear();
+    let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
+    while steps.advance(task) {
+        let (tile, kv_head) = (&steps.tile, steps.kv_head);
+        let mut ahead = steps.values_ahead();
+        let mut part = work.parts.of(kv_head);
+        let coded = &coded[kv_head * per_head..][..per_head];
         tile.row_scales(task, k_scales, v_scales);
         if GROUPED {
             read_group_scales(tile, false, &mut group_scales[..blocks.groups]);
@@ -135,19 +144,18 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize>(
                 isa,
                 &blocks,
                 tile,
+                if block == 0 { Some(&mut ahead) } else { None },
                 coded,
                 &group_scales,
-                block == 0,
                 scores,
             );
         }
-        all_weights(isa.0, task, tile, k_scales, v_scales, scores, &mut work.part);
+        all_weights(isa.0, task, tile, k_scales, v_scales, scores, &mut part);
         if GROUPED {
             read_group_scales(tile, true, &mut group_scales[..blocks.groups]);
         }
-        let acc = work.part.acc.as_chunks_mut::<WIDTH>().0;
-        let lines = dim / WIDTH;
-        let mut ahead = Ahead::new(next, dim / GROUP);
+        let acc = part.acc.as_chunks_mut::<WIDTH>().0;
+        let mut ahead = steps.keys_ahead(isa.0, dim / GROUP);
         for (part, scales) in group_scales[..dim / GROUP].iter().enumerate() {
             if GROUPED || part == 0 {
                 let scales = if GROUPED { Some(scales) } else { None };
@@ -280,9 +288,9 @@ fn all_scores<const GROUPED: bool, const W: usize, const B: usize>(
     isa: Vnni,
     blocks: &Blocks,
     tile: &Tile<'_>,
+    mut ahead: Option<&mut Ahead<'_>>,
     coded: &[Line],
     group_scales: &GroupScales,
-    prefetch: bool,
     scores: &mut [TileRow],
 ) {
     let (bytes, rest) = coded.split_at(2 * blocks.chunks);
@@ -293,9 +301,9 @@ fn all_scores<const GROUPED: bool, const W: usize, const B: usize>(
     for (from, to) in tile.quads() {
         for quad in from..to {
             let key = quad * QUAD;
-            if prefetch {
-                // The tile's values, which are next.
-                tile.prefetch_v(isa.0, quad);
+            let mut piece = None;
+            if let Some(ahead) = &mut ahead {
+                piece = ahead.piece(isa.0);
             }
             let rows = [
                 tile.k(key).as_chunks::<B>().0,
@@ -307,7 +315,7 @@ fn all_scores<const GROUPED: bool, const W: usize, const B: usize>(
             for (group, sum) in sums.iter().enumerate() {
                 let chunks = group * per_group..(group + 1) * per_group;
                 let bytes = &bytes[2 * chunks.start..2 * chunks.end];
-                let products = products::<W, B>(rows, chunks.start, bytes);
+                let products = products::<W, B>(isa, piece, rows, chunks.start, bytes);
                 let products = _mm512_sub_epi32(products, load_integers(sum));
                 let products = _mm512_cvtepi32_ps(products);
                 if GROUPED {
@@ -337,11 +345,13 @@ fn all_scores<const GROUPED: bool, const W: usize, const B: usize>(
 }
 
 /// Products of the integers of `W` heads with four keys, each plus 128, over some chunks:
-/// `[W, 4 / W of the same, 4 keys]`.
+/// `[W, 4 / W of the same, 4 keys]`. Asks for as many bytes from `piece` on as the four keys have.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512vnni,avx512vbmi")]
 #[inline]
 fn products<const W: usize, const B: usize>(
+    isa: Vnni,
+    piece: Option<*const u8>,
     rows: [&[[u8; B]]; 4],
     first: usize,
     bytes: &[Line],
@@ -355,6 +365,9 @@ fn products<const W: usize, const B: usize>(
     let mut high = [_mm512_setzero_si512(); 4];
     let mut low = [_mm512_setzero_si512(); 4];
     for (i, [q_high, q_low]) in bytes.iter().enumerate() {
+        if let Some(piece) = piece {
+            prefetch(isa.0, piece.wrapping_add((first + i) * 4 * B), 4 * B);
+        }
         let (q_high, q_low) = (load_integers(q_high), load_integers(q_low));
         for k in 0..4 {
             let row = _mm512_xor_si512(load_chunk(&chunks[k][i]), flip);

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::lanes::{Line, WIDTH};
-use super::tile::{Ahead, QUAD, TILE, Tile, TileRow};
+use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
 use super::vnni::{GROUP, Vnni, store_bytes};
 
 /// The largest integer of a weight.
@@ -70,7 +70,7 @@ static INTERLEAVE: [u8; 64] = {
 pub(super) fn all_values(
     isa: Vnni,
     tile: &Tile<'_>,
-    ahead: &mut Ahead<'_, '_>,
+    ahead: &mut Ahead<'_>,
     part: usize,
     weights: &[Line],
     units: &[f32],
@@ -101,7 +101,7 @@ pub(super) fn all_values(
 fn values_of<const G: usize>(
     isa: Vnni,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_, '_>>,
+    mut ahead: Option<&mut Ahead<'_>>,
     part: usize,
     weights: &[Line],
     units: &[f32],
@@ -117,8 +117,10 @@ fn values_of<const G: usize>(
     for (from, to) in tile.quads() {
         for quad in from..to.min(WIDTH) {
             let key = quad * QUAD;
-            if let Some(ahead) = &mut ahead {
-                ahead.step(isa.plain());
+            if let Some(ahead) = &mut ahead
+                && let Some(piece) = ahead.piece(isa.plain())
+            {
+                prefetch(isa.plain(), piece, QUAD * GROUP);
             }
             let ab = load_two(tile.v(key), tile.v(key + 1), part);
             let cd = load_two(tile.v(key + 2), tile.v(key + 3), part);
