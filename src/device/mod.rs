@@ -11,11 +11,13 @@ mod convert;
 mod counting_alloc;
 pub mod cpu;
 mod huge_vec;
+mod null;
 mod quant;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
 pub use huge_vec::{huge_vec, prefetch};
+pub use null::NullDevice;
 pub use quant::{dequantize_row, quantize_row};
 pub use tensor::{DType, TensorMut, TensorRef};
 
@@ -28,10 +30,10 @@ use crate::units::Bytes;
 /// What a device says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceInfo {
-    /// `cpu`.
+    /// `cpu`, or `none` for a device without memory.
     pub kind: &'static str,
     /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, or
-    /// `avx512+vnni` (AVX-512 with VNNI for INT8).
+    /// `avx512+vnni` (AVX-512 with VNNI for INT8); `none` for a device without memory.
     pub kernel: &'static str,
     /// Threads that compute, the calling one included.
     pub threads: u32,
@@ -141,7 +143,8 @@ pub trait Device: Send + fmt::Debug {
     fn plan_fingerprint(&self) -> u64;
 
     /// The pool's first byte; stable for the life of the device. An engine's own kernels may read
-    /// and write through it while no call of the device is under way.
+    /// and write through it while no call of the device is under way. Null for a device without
+    /// memory.
     fn base_ptr(&self) -> *mut u8;
 
     /// Stores K and V of a step in one layer, quantising them where the format asks for it.
