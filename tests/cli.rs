@@ -356,6 +356,31 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
     assert!(bad(&["bench", "sideways"], 2).contains("decode, append or prefill"));
 }
 
+#[test]
+fn bench_manager_json_has_its_keys_and_counts_no_allocation() {
+    let out = good(&["bench", "manager", "--json", "--quick", "--filter", "4096"]);
+    let document: Value = serde_json::from_str(&out).expect("one JSON document");
+    let results = document["results"].as_array().expect("results");
+    let names: Vec<_> = results.iter().map(|one| one["name"].as_str().expect("a name")).collect();
+    let expected = [
+        "hit_4096_runs1",
+        "hit_4096_runs16",
+        "miss_4096",
+        "probe_4096",
+        "release_4096",
+        "fork_4096",
+        "decode_step_4096",
+    ];
+    assert_eq!(names, expected);
+    for one in results {
+        assert_eq!(one.as_object().expect("an object").len(), 4, "{one}");
+        assert!(one["ns_per_unit"].as_f64().is_some_and(|ns| ns > 0.0), "{one}");
+        assert!(["lookup", "sequence"].contains(&one["unit"].as_str().expect("a unit")), "{one}");
+        assert_eq!(one["allocations"], 0, "{one}");
+    }
+    assert!(bad(&["bench", "manager", "--filter", "none"], 2).contains("alloc_free_1"));
+}
+
 /// A job in which nothing ran has not shown anything.
 #[test]
 fn a_job_that_completes_nothing_fails() {

@@ -1,4 +1,5 @@
-//! `kvpool bench`: how fast the device's kernels are, beside what the memory allows.
+//! `kvpool bench`: how fast the device's kernels are, beside what the memory allows, and how fast
+//! the manager is.
 //!
 //! Every run first reads memory with plain loads and reports that speed, so that each figure
 //! stands beside the limit of the same minute on the same machine. All variants of a shape are
@@ -7,6 +8,7 @@
 
 mod attention;
 mod dram;
+pub mod manager;
 
 pub use attention::{Operation, Session, Shape, Variant, shapes};
 pub use dram::read_gbps;

@@ -1,22 +1,53 @@
-//! `kvpool bench`: the kernels' speed beside the memory's.
+//! `kvpool bench`: the kernels' speed beside the memory's, and the manager's.
 
 use std::io::{self, IsTerminal, Write};
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
 use super::{CliError, print, table, text_of};
-use crate::bench::{self, Measurement, Operation, Options};
+use crate::bench::{self, Measurement, Operation, Options, manager};
 use crate::config::{CacheMode, Format, KernelChoice};
 
 /// What to measure, and how long.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(super) struct BenchArgs {
+    #[command(subcommand)]
+    other: Option<Other>,
+    #[command(flatten)]
+    kernels: KernelArgs,
+}
+
+/// What is not a kernel.
+#[derive(Debug, Subcommand)]
+enum Other {
+    /// Measure the manager alone: blocks, prefix index, steps; no K and V
+    Manager(ManagerArgs),
+}
+
+/// How to measure the manager.
+#[derive(Debug, Args)]
+struct ManagerArgs {
+    /// Print one JSON document instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Few rounds: shows that everything works, with rough figures
+    #[arg(long)]
+    quick: bool,
+    /// Only cases whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    filter: String,
+}
+
+/// Which kernels to measure, and how long.
+#[derive(Debug, Args)]
+struct KernelArgs {
     /// decode, append or prefill
-    #[arg(value_name = "OPERATION", value_parser = operation)]
-    operation: Operation,
+    #[arg(value_name = "OPERATION", value_parser = operation, required = true)]
+    operation: Option<Operation>,
     /// Print one JSON document instead of a table
     #[arg(long)]
     json: bool,
@@ -46,11 +77,51 @@ pub(super) struct BenchArgs {
 }
 
 #[derive(Serialize)]
-struct Results<'a> {
-    results: &'a [Measurement],
+struct Results<'a, T> {
+    results: &'a [T],
 }
 
 pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
+    match (&args.other, args.kernels.operation) {
+        (Some(Other::Manager(args)), _) => run_manager(args),
+        (None, Some(operation)) => run_kernels(&args.kernels, operation),
+        // The parser asks for one of the two.
+        (None, None) => Ok(()),
+    }
+}
+
+fn run_manager(args: &ManagerArgs) -> Result<(), CliError> {
+    let options = if args.quick { manager::Options::quick() } else { manager::Options::full() };
+    let options = manager::Options { filter: args.filter.clone(), ..options };
+    let watched = io::stderr().is_terminal();
+    let results = manager::run(&options, &mut |note| {
+        // What is left out is said to everybody, progress only to whoever watches.
+        if watched || matches!(note, manager::Note::LeftOut { .. }) {
+            let _ = writeln!(io::stderr(), "{note}");
+        }
+    })?;
+    if args.json {
+        return print_json(&results);
+    }
+    let header = ["case", "ns", "per", "allocations"];
+    let mut table = table(&header, 1..2);
+    for one in &results {
+        table.add_row([
+            one.name.to_owned(),
+            format!("{:.1}", one.ns_per_unit),
+            one.unit.to_owned(),
+            one.allocations.map_or("not counted".to_owned(), |count| count.to_string()),
+        ]);
+    }
+    print(&text_of(&table))
+}
+
+fn print_json<T: Serialize>(results: &[T]) -> Result<(), CliError> {
+    let text = serde_json::to_string_pretty(&Results { results });
+    print(&format!("{}\n", text.map_err(io::Error::other)?))
+}
+
+fn run_kernels(args: &KernelArgs, operation: Operation) -> Result<(), CliError> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut threads = args.threads.clone();
     if threads.is_empty() {
@@ -58,7 +129,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         threads.dedup();
     }
     let options = Options {
-        operation: args.operation,
+        operation,
         filter: args.filter.clone(),
         formats: args.formats.clone(),
         modes: args.modes.clone(),
@@ -75,8 +146,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         }
     })?;
     if args.json {
-        let text = serde_json::to_string_pretty(&Results { results: &results });
-        return print(&format!("{}\n", text.map_err(io::Error::other)?));
+        return print_json(&results);
     }
     print(&text_of(&as_table(&results)))
 }
@@ -117,7 +187,7 @@ fn operation(text: &str) -> Result<Operation, String> {
         "decode" => Ok(Operation::Decode),
         "append" => Ok(Operation::Append),
         "prefill" => Ok(Operation::Prefill),
-        _ => Err("expected decode, append or prefill".to_owned()),
+        _ => Err("expected decode, append or prefill, or the command manager".to_owned()),
     }
 }
 

@@ -4,7 +4,8 @@
 //! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
 //! - `kvpool config CONFIG` prints the settings in force.
 //! - `kvpool presets` lists the built-in models.
-//! - `kvpool bench` measures the kernels beside the speed of the memory.
+//! - `kvpool bench` measures the kernels beside the speed of the memory, and
+//!   `kvpool bench manager` what blocks, prefix index and steps cost.
 //!
 //! Results go to the standard output, errors and progress to the standard error. The exit status
 //! is 0 when all is well, 1 when something failed while it ran, and 2 for a wrong command line or
@@ -22,6 +23,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::manager::ManagerError;
 use crate::config::{self, Source};
 use crate::error::{ConfigError, JobError, OpenError, PlanError};
 
@@ -59,7 +61,7 @@ enum Command {
         #[command(flatten)]
         file: File,
     },
-    /// Measure decode attention, append or prefill beside the speed of the memory
+    /// Measure decode attention, append or prefill beside the speed of the memory, or the manager
     Bench(bench::BenchArgs),
     /// List the built-in models
     Presets {
@@ -98,6 +100,8 @@ enum CliError {
     Job(#[from] JobError),
     #[error(transparent)]
     Open(#[from] OpenError),
+    #[error(transparent)]
+    Manager(#[from] ManagerError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
     /// The job ran, and this is not as it must be. A line each.
@@ -113,6 +117,7 @@ impl CliError {
             Self::Config(_)
                 | Self::Plan(_)
                 | Self::Job(JobError::Config(_) | JobError::NoWorkload { .. })
+                | Self::Manager(ManagerError::NoSuchCase { .. })
         )
     }
 }
