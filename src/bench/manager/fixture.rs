@@ -24,8 +24,12 @@ const GROUP: GroupIdx = GroupIdx(0);
 /// The one layer of all plans.
 const LAYER: LayerIdx = LayerIdx(0);
 
-/// Blocks over which the order of what is cached at first is shuffled.
-const SHUFFLED_BLOCKS: u32 = 1024;
+/// Sequences of one block that are released in random order while a pool is filled, at most: the
+/// order of what is cached at first is shuffled over so many blocks.
+const FILL_SEQS: u32 = 1024;
+
+/// Tokens of all rows that filling asks for at most, so that the tables stay small.
+const FILL_TOKENS: u32 = 1 << 22;
 
 /// Pseudo-random numbers from a fixed seed (splitmix64).
 pub(super) struct Random(pub(super) u64);
@@ -76,7 +80,7 @@ impl Fixture {
     pub(super) fn open(sizes: Sizes) -> Result<Self, ManagerError> {
         let Sizes { blocks, max_seqs, max_seq_len } = sizes;
         // Filling wants some sequences at once, whatever the case does.
-        let max_seqs = max_seqs.max(SHUFFLED_BLOCKS);
+        let max_seqs = max_seqs.max(FILL_SEQS.min(FILL_TOKENS / max_seq_len));
         let mut toml =
             "model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1, head_dim = 16 }\n\
                         cache = { mode = 'paged', format = 'f16', admission = 'guaranteed'"
@@ -106,7 +110,8 @@ impl Fixture {
 
     /// Stores prompts of one block each until no block is free, and releases them out of order.
     fn fill(&mut self) -> Result<(), ManagerError> {
-        let at_once = (STEP_TOKENS / TOKENS_PER_BLOCK) as usize;
+        let slots = self.cache.plan().seq_slots.min(FILL_SEQS) as usize;
+        let at_once = slots.min((STEP_TOKENS / TOKENS_PER_BLOCK) as usize);
         let mut alive: Vec<SeqHandle> = Vec::new();
         while self.counts().free > 0 {
             let now = at_once.min(self.counts().free as usize);
@@ -118,7 +123,7 @@ impl Fixture {
             }
             self.step(&batch)?;
             alive.extend(batch.iter().map(|(sequence, _)| *sequence));
-            if alive.len() + at_once > SHUFFLED_BLOCKS as usize || self.counts().free == 0 {
+            if alive.len() + at_once > slots || self.counts().free == 0 {
                 while !alive.is_empty() {
                     let len = u32::try_from(alive.len()).unwrap_or(u32::MAX);
                     let at = self.random.below(len) as usize;

@@ -3,8 +3,8 @@
 //! Every case runs a [`Cache`](crate::cache::Cache) with one tiny layer on a
 //! [`NullDevice`](crate::device::NullDevice), blocks of 16 tokens, guaranteed admission and prefix
 //! reuse, so that what is timed is bookkeeping alone. Before anything is timed the pool is *full*:
-//! every block that no sequence holds is cached, in an order shuffled over 1,024 blocks, and the
-//! index is as full as it can be.
+//! every block that no sequence holds is cached, in an order shuffled over up to 1,024 blocks, and
+//! the index is as full as it can be.
 //!
 //! | name | unit | what is inside the timing |
 //! |---|---|---|
