@@ -33,6 +33,7 @@ pub(crate) struct Spec {
     pub(crate) admission: Admission,
     pub(crate) prefix_reuse: bool,
     pub(crate) event_buffer: u32,
+    pub(crate) watermark_blocks: u32,
     /// For `Hybrid`.
     pub(crate) contiguous_layers: Vec<u32>,
     pub(crate) threads: u32,
@@ -60,6 +61,7 @@ impl Default for Spec {
             admission: Admission::Guaranteed,
             prefix_reuse: true,
             event_buffer: 0,
+            watermark_blocks: 0,
             contiguous_layers: vec![0],
             threads: 1,
             kernel: KernelChoice::Auto,
@@ -115,7 +117,7 @@ impl Spec {
                 admission: self.admission,
                 prefix_reuse: self.prefix_reuse,
                 event_buffer: self.event_buffer,
-                watermark_blocks: 0,
+                watermark_blocks: self.watermark_blocks,
                 int8: (self.format == Format::Int8).then_some(int8),
                 hybrid: (self.mode == CacheMode::Hybrid)
                     .then_some(HybridConfig { contiguous_layers }),

@@ -19,6 +19,7 @@ mod int8;
 mod job;
 mod job_reuse;
 mod layout;
+mod manager;
 mod one_answer;
 mod plans;
 mod review;

@@ -11,7 +11,7 @@ use kvpool::units::Bytes;
 use crate::common::Spec;
 
 /// Every file in `configs/`, with the plan of every variant.
-fn config_plans() -> Vec<(String, Vec<(String, Plan)>)> {
+pub(crate) fn config_plans() -> Vec<(String, Vec<(String, Plan)>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
     let mut names: Vec<_> = std::fs::read_dir(folder)
         .unwrap()

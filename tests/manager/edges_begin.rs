@@ -1,0 +1,297 @@
+//! Edge cases 12, 14–18 and 28 with reuse: who gets in, and what is counted for it.
+
+use kvpool::cache::{BeginOptions, Begun};
+use kvpool::config::{Admission, Capacity};
+use kvpool::error::CacheError;
+use kvpool::units::GroupIdx;
+
+use super::rig::{Line, Rig, paged, tokens, up_to};
+use super::text::Ns;
+use crate::common::{Rng, Spec, assert_refused};
+
+#[test]
+fn edge_12_what_never_fits_is_refused_although_its_beginning_is_cached() {
+    for admission in [Admission::Guaranteed, Admission::MaxUtilization, Admission::StaticBatch] {
+        let mut rig = Rig::new(&Spec { admission, ..paged(4) });
+        let prompt = tokens(0, 33);
+        rig.pass(&prompt[..32]);
+        assert_eq!(rig.found(&prompt), 32);
+        let call = |cache: &mut kvpool::cache::Cache| cache.begin(&prompt, up_to(33));
+        let error = assert_refused(&mut rig.cache, call);
+        assert_eq!(error, CacheError::NeverFits { group: GroupIdx(0), wanted: 5, total: 4 });
+        let error = assert_refused(&mut rig.cache, |cache| cache.can_admit(&prompt, &up_to(33)));
+        assert!(matches!(error, CacheError::NeverFits { .. }), "{error}");
+        assert_eq!(rig.found(&prompt), 32, "nothing was evicted for it");
+        rig.pass(&prompt[..32]);
+    }
+}
+
+/// Sharing counts once: two sequences of four blocks with two in common take six.
+#[test]
+fn edge_14_shared_blocks_are_promised_once_and_both_finish() {
+    let mut rig = Rig::new(&paged(6));
+    let shared = tokens(0, 16);
+    let mut a = rig.begin(&shared, Ns::default(), up_to(32)).expect("four blocks");
+    rig.prefill(&mut a, &shared);
+    let prompt = [&shared[..], &[99]].concat();
+    let options = BeginOptions { lookahead_tokens: 3, ..up_to(29) };
+    let mut b = rig.begin(&prompt, Ns::default(), options).expect("two more blocks");
+    assert_eq!(b.cached_len, 16);
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(1)));
+    rig.feed(&mut [(&mut b, &[99])]).expect("promised");
+    for at in 0..16 {
+        rig.feed(&mut [(&mut a, &[100 + at])]).expect("promised");
+        if b.text.len() < 29 {
+            rig.feed(&mut [(&mut b, &[200 + at])]).expect("promised");
+            // Three draft tokens, all rejected.
+            let len = b.text.len();
+            rig.feed(&mut [(&mut b, &[1, 2, 3])]).expect("look-ahead is promised");
+            rig.truncate(&mut b, len);
+        }
+        assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(1)));
+    }
+    rig.release(&a);
+    rig.check(&b);
+    rig.release(&b);
+}
+
+/// Around every block boundary, fresh and over its own leavings, in a pool of exactly its size.
+#[test]
+fn edge_15_the_estimate_is_what_happens_for_reused_prompts() {
+    for len in 1..=33 {
+        let blocks = u64::from(len).div_ceil(8);
+        let mut rig = Rig::new(&paged(blocks));
+        let prompt = tokens(0, len);
+        for round in 0..4 {
+            let estimate = rig.cache.check_admission(&prompt, &up_to(len)).expect("it fits");
+            let want = if round == 0 { 0 } else { len - 1 };
+            // The tokens behind the last whole block were not shared.
+            let want = want.min(len / 8 * 8);
+            assert_eq!((estimate.limit, estimate.cached_len), (len, want), "{len}, round {round}");
+            let mut line = rig.begin(&prompt, Ns::default(), up_to(len)).expect("it fits");
+            assert_eq!(line.cached_len, want);
+            let (free, active, cached, promised) = rig.blocks();
+            assert_eq!(u64::from(active + promised), blocks, "{free} free, {cached} cached");
+            rig.prefill(&mut line, &prompt);
+            assert_eq!(rig.blocks(), (0, blocks as u32, 0, 0));
+            rig.release(&line);
+        }
+    }
+}
+
+#[test]
+fn edge_16_held_plus_promised_never_changes_in_a_decode() {
+    let spec = Spec { windows: vec![0, 9], max_rewind_tokens: 5, ..paged(64) };
+    let mut rig = Rig::new(&spec);
+    let shared = tokens(0, 19);
+    let options = BeginOptions { lookahead_tokens: 4, ..up_to(50) };
+    let mut lines: Vec<Line> = Vec::new();
+    for _ in 0..2 {
+        let mut line = rig.begin(&shared, Ns::default(), options).expect("there is room");
+        rig.prefill(&mut line, &shared);
+        lines.push(line);
+    }
+    lines.push(rig.fork(&lines[1]));
+    let total = |rig: &Rig| rig.cache.stats().held_bytes.0 + rig.cache.stats().promised_bytes.0;
+    let admitted = total(&rig);
+    let mut rng = Rng(16);
+    for round in 0..200 {
+        let at = rng.below(3) as usize;
+        let line = &mut lines[at];
+        let len = line.text.len();
+        match rng.below(3) {
+            // Back to where the shared prefix ends, at most.
+            0 if len > 24 => rig.truncate(line, len - rng.below(5) as u32),
+            1 if len < 46 => {
+                let new = tokens(1000 * round, 1000 * round + 1 + rng.below(3) as u32);
+                rig.feed(&mut [(line, &new)]).expect("promised");
+            }
+            _ => {
+                let _ = rig.cache.reserve(&[(line.seq, 1)]).map(kvpool::cache::Step::cancel);
+            }
+        }
+        assert!(total(&rig) <= admitted, "more than was promised");
+        let held = u64::from(rig.blocks().1) + u64::from(rig.blocks().3);
+        assert!(held <= 64);
+    }
+}
+
+/// A cached block is a hit or it is free capacity, never both.
+#[test]
+fn edge_17_a_hit_is_not_free_capacity_too() {
+    let mut rig = Rig::new(&paged(4));
+    let prompt = tokens(0, 25);
+    rig.pass(&prompt);
+    assert_eq!(rig.blocks(), (1, 0, 3, 0));
+    // Three hits and the one free block.
+    let line = rig.begin(&prompt, Ns::default(), up_to(32)).expect("exactly enough");
+    assert_eq!(line.cached_len, 24);
+    assert_eq!(rig.blocks(), (0, 3, 0, 1));
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(1)));
+    rig.release(&line);
+    // With the free block gone, three hits and nothing for the fourth block.
+    let other = rig.begin(&[], Ns::default(), up_to(8)).expect("one block");
+    assert_refused(&mut rig.cache, |cache| cache.begin(&prompt, up_to(32)));
+    let line = rig.begin(&tokens(100, 101), Ns::default(), up_to(24)).expect("three to evict");
+    rig.release(&other);
+    rig.release(&line);
+    assert_eq!(rig.blocks().1, 0);
+}
+
+/// Preempting by release and computing again comes to an end.
+#[test]
+fn edge_18_preemption_comes_to_an_end() {
+    for watermark_blocks in [0, 2] {
+        let admission = Admission::MaxUtilization;
+        let mut rig = Rig::new(&Spec { admission, watermark_blocks, ..paged(9) });
+        let prompts: Vec<Vec<u32>> = (0..6).map(|n| tokens(n * 100, n * 100 + 10)).collect();
+        let mut waiting: Vec<(usize, Vec<u32>)> = prompts.into_iter().enumerate().collect();
+        waiting.reverse();
+        let mut running: Vec<(usize, Line)> = Vec::new();
+        let (mut finished, mut preempted) = (0, 0);
+        for _ in 0..2000 {
+            while let Some((which, prompt)) = waiting.last() {
+                match rig.begin(prompt, Ns::default(), up_to(40)) {
+                    Ok(mut line) => {
+                        let left = &prompt[line.text.tokens.len()..];
+                        if rig.feed(&mut [(&mut line, left)]).is_err() {
+                            rig.release(&line);
+                            break;
+                        }
+                        running.push((*which, line));
+                        waiting.pop();
+                    }
+                    Err(_) => break,
+                }
+            }
+            let mut failed = false;
+            for (which, line) in &mut running {
+                let token = *which as u32 * 100 + line.text.len();
+                failed |= rig.feed(&mut [(line, &[token])]).is_err();
+            }
+            if failed && let Some(gone) = rig.cache.preempt_youngest() {
+                let at = running.iter().position(|(_, line)| line.seq == gone.sequence);
+                let (which, line) = running.remove(at.expect("running"));
+                let so_far = line.text.tokens.iter().map(|token| *token as u32).collect();
+                waiting.push((which, so_far));
+                preempted += 1;
+            }
+            let done = |line: &Line| line.text.len() == 40;
+            running.iter().filter(|(_, line)| done(line)).for_each(|(_, line)| rig.release(line));
+            finished += running.iter().filter(|(_, line)| done(line)).count();
+            running.retain(|(_, line)| !done(line));
+            if finished == 6 {
+                break;
+            }
+        }
+        assert_eq!(finished, 6, "{preempted} preempted");
+        assert!((1..60).contains(&preempted), "{preempted} preempted");
+        assert_eq!(rig.cache.stats().preemptions, preempted);
+    }
+}
+
+/// In one batch, an early sequence does not evict what a later one matched.
+#[test]
+fn edge_28_a_batch_claims_its_matches_first() {
+    for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
+        let mut rig = Rig::new(&Spec { admission, ..paged(8) });
+        let cached = tokens(0, 25);
+        rig.pass(&cached);
+        rig.pass(&tokens(500, 533));
+        // Four fresh blocks, and three hits with one more: the whole pool.
+        let fresh = tokens(100, 132);
+        let calls = [(&fresh[..], up_to(32)), (&cached[..], up_to(32))];
+        let mut begun: Vec<Begun> = Vec::with_capacity(2);
+        rig.cache.begin_batch(&calls, &mut begun).expect("exactly enough");
+        assert_eq!((begun[0].cached_len, begun[1].cached_len), (0, 24), "{admission:?}");
+        rig.cache.check_invariants().expect("invariants");
+        let mut lines: Vec<Line> = Vec::new();
+        for (begun, prompt) in begun.iter().zip([&fresh, &cached]) {
+            let text = &prompt[..begun.cached_len as usize];
+            let text = super::text::Text::of(Ns::default(), 0, 8, text);
+            lines.push(Line { seq: begun.sequence, text, cached_len: begun.cached_len });
+        }
+        rig.prefill(&mut lines[0], &fresh);
+        rig.prefill(&mut lines[1], &cached);
+        lines.iter().for_each(|line| rig.check(line));
+    }
+}
+
+/// All of a batch or nothing, and which one it was.
+#[test]
+fn edge_28_a_batch_is_refused_as_a_whole() {
+    let mut rig = Rig::new(&paged(8));
+    let cached = tokens(0, 25);
+    rig.pass(&cached);
+    let before = rig.cache.state_digest();
+    let keyed = BeginOptions { key: Some(1), ..up_to(8) };
+    for (calls, index) in [
+        (vec![(&cached[..], up_to(32)), (&cached[..8], up_to(65))], 1),
+        (vec![(&cached[..], up_to(32)), (&[], up_to(32)), (&[], up_to(8))], 2),
+        (vec![(&[], keyed), (&cached[..], up_to(25)), (&[], keyed)], 2),
+    ] {
+        let mut begun: Vec<Begun> = Vec::with_capacity(3);
+        let refused = rig.cache.begin_batch(&calls, &mut begun).expect_err("does not fit");
+        assert_eq!((refused.index, begun.len()), (index, 0), "{refused}");
+        assert_eq!(rig.cache.state_digest(), before, "{refused}");
+        rig.cache.check_invariants().expect("invariants");
+    }
+}
+
+#[test]
+fn a_reservation_holds_what_begin_takes() {
+    let mut rig = Rig::new(&paged(4));
+    let prompt = tokens(0, 25);
+    rig.pass(&prompt);
+    let reservation = rig.cache.can_admit(&prompt, &up_to(32)).expect("the whole pool");
+    rig.cache.check_invariants().expect("invariants");
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(1)));
+    rig.cache.clear_cached();
+    let begun = rig.cache.begin_reserved(reservation).expect("reserved");
+    assert_eq!((begun.cached_len, begun.limit), (24, 32));
+    rig.cache.release(begun.sequence).expect("alive");
+    let reservation = rig.cache.can_admit(&prompt, &up_to(32)).expect("the whole pool");
+    rig.cache.cancel_reservation(reservation).expect("reserved");
+    rig.cache.check_invariants().expect("invariants");
+    assert_eq!(rig.blocks().1, 0);
+    let other = rig.begin(&tokens(100, 132), Ns::default(), up_to(32)).expect("all is free again");
+    rig.release(&other);
+}
+
+/// The rules of admission differ in what they promise.
+#[test]
+fn static_batch_admits_no_one_into_a_running_batch() {
+    let admission = Admission::StaticBatch;
+    let mut rig = Rig::new(&Spec { admission, ..paged(16) });
+    let mut a = rig.begin(&tokens(0, 9), Ns::default(), up_to(16)).expect("a new batch");
+    let mut b = rig.begin(&tokens(0, 9), Ns::default(), up_to(16)).expect("not running yet");
+    rig.feed(&mut [(&mut a, &tokens(0, 9)), (&mut b, &tokens(0, 9))]).expect("promised");
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[1], up_to(8)));
+    rig.release(&a);
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[1], up_to(8)));
+    assert!(rig.cache.stats().refused_static_batch >= 2);
+    rig.release(&b);
+    rig.begin(&[1], Ns::default(), up_to(8)).expect("a new batch");
+}
+
+#[test]
+fn refusals_are_counted_by_cause() {
+    let spec = Spec { max_seqs: 2, capacity: Capacity::Blocks(6), ..paged(6) };
+    let mut rig = Rig::new(&spec);
+    let refused = |rig: &Rig| {
+        let stats = rig.cache.stats();
+        (stats.refused_slots, stats.refused_blocks, stats.refused_never, stats.refused_too_long)
+    };
+    assert_eq!(refused(&rig), (0, 0, 0, 0));
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(65)));
+    assert_eq!(refused(&rig), (0, 0, 0, 1));
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(49)));
+    assert_eq!(refused(&rig), (0, 0, 1, 1));
+    let a = rig.begin(&[], Ns::default(), up_to(24)).expect("three");
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(25)));
+    assert_eq!(refused(&rig), (0, 1, 1, 1));
+    let _b = rig.begin(&[], Ns::default(), up_to(8)).expect("one");
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(8)));
+    assert_eq!(refused(&rig), (1, 1, 1, 1));
+    rig.release(&a);
+}

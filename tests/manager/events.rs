@@ -1,0 +1,313 @@
+//! Edge case 56: events replayed into an empty index give the live index.
+
+use std::collections::HashMap;
+
+use kvpool::cache::{BeginOptions, Cache, Event, EventKind, Probe, SeqHandle};
+use kvpool::config::{Admission, CacheMode, Capacity};
+use kvpool::device::NullDevice;
+use kvpool::units::GroupIdx;
+
+use super::driver::Driver;
+use super::driver_step::skip;
+use super::text::Ns;
+use crate::common::{Rng, Spec};
+
+/// What is known of a cached block.
+#[derive(Debug)]
+enum Node {
+    Stored { parent: Option<u32>, tokens: Vec<u32>, namespace: u32 },
+    Attached { of: u32 },
+}
+
+/// An index built from events alone.
+#[derive(Debug, Default)]
+pub(crate) struct Replay {
+    nodes: HashMap<(u32, u32), Node>,
+    /// The number of the last event.
+    last: Option<u64>,
+    pub(crate) lost: u64,
+    pub(crate) delivered: u64,
+    /// Events were lost, so the index is not known until it is cleared.
+    pub(crate) blind: bool,
+}
+
+impl Replay {
+    /// Reads what there is.
+    pub(crate) fn poll(&mut self, cache: &mut Cache) {
+        let first_of_poll = self.delivered;
+        let mut events = 0;
+        let mut first = None;
+        let last = self.last;
+        let polled = cache.poll_events(&mut |event| {
+            first.get_or_insert(event.number);
+            self.apply(event);
+            events += 1;
+        });
+        assert_eq!((polled.delivered, first_of_poll + events), (events, self.delivered));
+        if let (Some(first), Some(last)) = (first, last) {
+            assert_eq!(first, last + 1 + polled.lost, "as many are missing as were lost");
+        }
+        self.lost += polled.lost;
+        if polled.lost > 0 {
+            self.blind = true;
+        }
+    }
+
+    fn apply(&mut self, event: Event<'_>) {
+        if let Some(last) = self.last
+            && self.blind == (event.number != last + 1)
+        {
+            assert!(event.number > last, "numbers grow");
+        }
+        self.last = Some(event.number);
+        self.delivered += 1;
+        let group = event.group.0;
+        match event.kind {
+            EventKind::Stored { block, parent, tokens, namespace } => {
+                let known = parent.is_none_or(|parent| self.nodes.contains_key(&(group, parent)));
+                assert!(known || self.blind, "{event:?}: the parent is not there");
+                let node = Node::Stored { parent, tokens: tokens.to_vec(), namespace };
+                let old = self.nodes.insert((group, block), node);
+                assert!(old.is_none() || self.blind, "{event:?}: stored twice");
+            }
+            EventKind::Attached { block, of } => {
+                let old = self.nodes.insert((group, block), Node::Attached { of });
+                assert!(old.is_none() || self.blind, "{event:?}: attached twice");
+            }
+            EventKind::Removed { block } => {
+                let old = self.nodes.remove(&(group, block));
+                assert!(old.is_some() || self.blind, "{event:?}: was not there");
+                let orphan = self.nodes.iter().find(|((g, _), node)| {
+                    matches!(node, Node::Stored { parent: Some(p), .. } if *p == block)
+                        && *g == group
+                });
+                assert!(orphan.is_none() || self.blind, "{event:?}: left {orphan:?} behind");
+            }
+            EventKind::Cleared => {
+                self.nodes.clear();
+                self.blind = false;
+            }
+        }
+    }
+
+    /// For every namespace id, the whole blocks of the prompt that are in the index.
+    fn matches(&self, prompt: &[u32], per_block: u32) -> Vec<u32> {
+        let stored = || {
+            self.nodes.iter().filter_map(|((group, block), node)| match node {
+                Node::Stored { parent, tokens, namespace } => {
+                    Some((*group, *block, *parent, tokens, *namespace))
+                }
+                Node::Attached { .. } => None,
+            })
+        };
+        let most = prompt.len().saturating_sub(1) / per_block as usize;
+        let mut found = vec![0];
+        // Every chain of equal tokens, whatever its namespaces.
+        let mut ends: Vec<(u32, Option<u32>)> = vec![(0, None)];
+        for (length, tokens) in (1..=most as u32).zip(prompt.chunks(per_block as usize)) {
+            let next: Vec<(u32, Option<u32>)> = ends
+                .iter()
+                .flat_map(|(_, end)| {
+                    stored().filter(move |(_, _, parent, have, _)| parent == end && *have == tokens)
+                })
+                .map(|(group, block, ..)| (group, Some(block)))
+                .collect();
+            found.extend(next.iter().map(|_| length));
+            ends = next;
+        }
+        found
+    }
+
+    /// The blocks that a probe finds are a chain of the replayed index, and the longest one where
+    /// there is one namespace only.
+    pub(crate) fn check_probe(&self, prompt: &[u32], per_block: u32, probe: Probe) {
+        let found = self.matches(prompt, per_block);
+        assert!(found.contains(&probe.full_blocks), "{probe:?}, events: {found:?}, {prompt:?}");
+        let mut ids: Vec<u32> = self.nodes.values().filter_map(Node::namespace).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        if ids.len() == 1 {
+            let longest = found.into_iter().max().unwrap_or(0);
+            assert!(probe.full_blocks <= longest);
+        }
+    }
+
+    /// With nothing alive, what is in the index is what is cached.
+    pub(crate) fn check_idle(&self, cache: &Cache) {
+        for group in 0..cache.plan().groups.len() as u32 {
+            let blocks = cache.group_stats(GroupIdx(group)).expect("exists").blocks;
+            let known = self.nodes.keys().filter(|(g, _)| *g == group).count();
+            assert_eq!(known as u32, blocks.cached, "group {group}");
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.nodes.len()
+    }
+}
+
+impl Node {
+    fn namespace(&self) -> Option<u32> {
+        match self {
+            Self::Stored { namespace, .. } => Some(*namespace),
+            Self::Attached { of } => {
+                let _ = of;
+                None
+            }
+        }
+    }
+}
+
+fn reusing(blocks: u64) -> Spec {
+    Spec {
+        prefix_reuse: true,
+        event_buffer: 1 << 12,
+        capacity: Capacity::Blocks(blocks),
+        max_seq_len: 64,
+        ..Spec::default()
+    }
+}
+
+fn open(spec: &Spec) -> Cache {
+    let plan = spec.plan();
+    let device = Box::new(NullDevice::open(&plan));
+    Cache::open(plan, device).expect("opens")
+}
+
+/// Begins, fills and gives back a sequence.
+fn through(cache: &mut Cache, prompt: &[u32]) -> Option<SeqHandle> {
+    let options = BeginOptions { max_len: Some(prompt.len() as u32), ..Default::default() };
+    let begun = cache.begin(prompt, options).ok()?;
+    let left = prompt.len() as u32 - begun.cached_len;
+    skip(cache.reserve(&[(begun.sequence, left)]).expect("promised")).expect("whole");
+    Some(begun.sequence)
+}
+
+/// One namespace, so that the replayed index must give exactly what a probe finds, after every
+/// single call, with evictions, duplicates and clearing.
+#[test]
+fn edge_56_events_rebuild_the_index_at_every_step() {
+    let mut cache = open(&reusing(9));
+    let mut rng = Rng(56);
+    let mut replay = Replay::default();
+    let mut alive: Vec<SeqHandle> = Vec::new();
+    let prompts: Vec<Vec<u32>> = (0..24)
+        .map(|n| {
+            let shared = [0, 8, 12, 16][n % 4];
+            let len = [9, 16, 17, 20, 24, 25, 33][n % 7];
+            (0..len).map(|at| if at < shared { 1 } else { 2 + n as u32 }).collect()
+        })
+        .collect();
+    let mut found = [0_u32; 2];
+    for _ in 0..4000 {
+        match rng.below(8) {
+            0..4 => {
+                let prompt = &prompts[rng.below(24) as usize];
+                alive.extend(through(&mut cache, prompt));
+            }
+            4..7 if !alive.is_empty() => {
+                let at = rng.below(alive.len() as u64) as usize;
+                cache.release(alive.swap_remove(at)).expect("alive");
+            }
+            7 if rng.below(20) == 0 => cache.clear_cached(),
+            _ => {}
+        }
+        replay.poll(&mut cache);
+        assert!(!replay.blind && replay.lost == 0);
+        for prompt in &prompts {
+            let probe = cache.probe(prompt, &Ns::default().options());
+            let longest = replay.matches(prompt, 8).into_iter().max().unwrap_or(0);
+            assert_eq!(probe.full_blocks, longest, "{prompt:?}");
+            found[usize::from(longest > 0)] += 1;
+        }
+        if alive.is_empty() {
+            replay.check_idle(&cache);
+        }
+    }
+    assert!(found[0] > 1000 && found[1] > 1000, "{found:?}");
+    assert!(cache.stats().evictions > 100);
+}
+
+/// Nothing is said of blocks that are not shared, of a refused call, of an aborted one.
+#[test]
+fn edge_56_no_event_without_a_stored_block() {
+    let mut cache = open(&reusing(2));
+    let mut replay = Replay::default();
+    let options = BeginOptions { max_len: Some(17), ..Default::default() };
+    cache.begin(&[7; 17], options).expect_err("three blocks of two");
+    let options = BeginOptions { max_len: Some(16), ..Default::default() };
+    let seq = cache.begin(&[7; 16], options).expect("fits").sequence;
+    cache.reserve(&[(seq, 16)]).expect("promised").cancel();
+    skip(cache.reserve(&[(seq, 7)]).expect("promised")).expect("whole");
+    replay.poll(&mut cache);
+    assert_eq!((replay.delivered, replay.len()), (0, 0), "no block is full");
+    skip(cache.reserve(&[(seq, 1)]).expect("promised")).expect("whole");
+    replay.poll(&mut cache);
+    assert_eq!((replay.delivered, replay.len()), (1, 1));
+    cache.release(seq).expect("alive");
+    replay.poll(&mut cache);
+    assert_eq!((replay.delivered, replay.len()), (1, 1), "it is cached");
+    cache.clear_cached();
+    replay.poll(&mut cache);
+    assert_eq!((replay.delivered, replay.len()), (2, 0));
+}
+
+#[test]
+fn edge_56_a_slow_reader_is_told_how_many_it_lost() {
+    for buffer in [1, 2, 4, 7] {
+        let mut cache = open(&Spec { event_buffer: buffer, ..reusing(8) });
+        let mut fast = open(&reusing(8));
+        let (mut slow, mut all) = (Replay::default(), Replay::default());
+        let mut rng = Rng(u64::from(buffer));
+        for round in 0..300_u32 {
+            let prompt: Vec<u32> =
+                (0..8 + 8 * rng.below(3) as u32).map(|at| at + round % 9).collect();
+            for cache in [&mut cache, &mut fast] {
+                let seq = through(cache, &prompt).expect("one at a time");
+                cache.release(seq).expect("alive");
+            }
+            all.poll(&mut fast);
+            if rng.below(3) == 0 {
+                slow.poll(&mut cache);
+                assert_eq!(slow.delivered + slow.lost, all.delivered, "buffer of {buffer}");
+            }
+        }
+        assert!(slow.lost > 0 && slow.delivered > 0 && all.lost == 0);
+        // Clearing is where a reader that lost its way begins again.
+        cache.clear_cached();
+        slow.poll(&mut cache);
+        assert!(!slow.blind && slow.len() == 0);
+    }
+}
+
+/// The driver's replay, in plans with several groups and with little room for events.
+#[test]
+fn edge_56_events_of_every_plan_are_consistent() {
+    for (mode, windows) in [
+        (CacheMode::Paged, vec![0]),
+        (CacheMode::Paged, vec![0, 9]),
+        (CacheMode::Paged, vec![9, 17]),
+        (CacheMode::Hybrid, vec![9, 0]),
+    ] {
+        for (event_buffer, admission) in
+            [(1 << 12, Admission::Guaranteed), (8, Admission::MaxUtilization)]
+        {
+            let spec = Spec {
+                mode,
+                windows: windows.clone(),
+                event_buffer,
+                admission,
+                max_seq_len: 40,
+                max_step_tokens: Some(9),
+                ..reusing(12)
+            };
+            let mut driver = Driver::new(&spec, 56);
+            for _ in 0..600 {
+                driver.run(10);
+                driver.poll().expect("never refused");
+            }
+            driver.finish();
+            assert!(driver.replay.delivered > 100);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The random driver in every mode, under every admission.
+
+use kvpool::cache::Cache;
+use kvpool::config::{Admission, CacheMode, Capacity, Format, ScaleKind};
+use kvpool::device::{NullDevice, dequantize_row, quantize_row};
+use kvpool::plan::E8M8;
+
+use super::device::TestDevice;
+use super::driver::{Checks, Counts, Driver};
+use crate::common::{Spec, mix};
+
+/// Plans small enough that everything runs out.
+pub(crate) fn plans() -> Vec<(&'static str, Spec)> {
+    use Admission::{Guaranteed, MaxUtilization, StaticBatch};
+    use CacheMode::{Contiguous, Hybrid, Paged};
+    let small = |mode, windows: &[u32], admission, blocks| Spec {
+        mode,
+        windows: windows.to_vec(),
+        admission,
+        capacity: if blocks == 0 { Capacity::WorstCase } else { Capacity::Blocks(blocks) },
+        prefix_reuse: true,
+        max_seqs: 4,
+        max_seq_len: 40,
+        max_batch_tokens: 32,
+        max_step_tokens: Some(9),
+        ..Spec::default()
+    };
+    let with_events = |spec| Spec { event_buffer: 1 << 12, ..spec };
+    let windows = |spec| Spec { sink_tokens: 3, max_rewind_tokens: 4, ..spec };
+    vec![
+        ("paged", with_events(small(Paged, &[0], Guaranteed, 12))),
+        ("paged-tight", small(Paged, &[0, 0], Guaranteed, 6)),
+        ("paged-max-util", Spec { watermark_blocks: 1, ..small(Paged, &[0], MaxUtilization, 7) }),
+        ("paged-static", with_events(small(Paged, &[0], StaticBatch, 12))),
+        ("paged-windowed", windows(small(Paged, &[0, 9], Guaranteed, 14))),
+        ("paged-windowed-max-util", with_events(small(Paged, &[12, 0, 9], MaxUtilization, 9))),
+        ("paged-all-windowed", windows(small(Paged, &[9], Guaranteed, 12))),
+        ("hybrid-rings", windows(small(Hybrid, &[9, 0], Guaranteed, 12))),
+        ("hybrid-rings-max-util", small(Hybrid, &[0, 9], MaxUtilization, 7)),
+        ("hybrid-contiguous", small(Hybrid, &[0, 0], Guaranteed, 12)),
+        ("contiguous", small(Contiguous, &[0], Guaranteed, 0)),
+        ("contiguous-rings", windows(small(Contiguous, &[9, 0], Guaranteed, 0))),
+        ("contiguous-static", small(Contiguous, &[0], StaticBatch, 0)),
+        ("no-reuse", Spec { prefix_reuse: false, ..small(Paged, &[0, 9], Guaranteed, 12) }),
+    ]
+}
+
+/// Operations of a test: a share of the number that is asked for, or of a million.
+pub(crate) fn operations(share: u64) -> u64 {
+    let all = std::env::var("KVPOOL_LONG_TESTS").ok().and_then(|text| text.parse().ok());
+    all.unwrap_or(1_000_000) / share
+}
+
+fn run(name: &str, spec: &Spec, mut driver: Driver, operations: u64) -> Counts {
+    driver.run(operations);
+    driver.finish();
+    let stats = driver.cache.stats();
+    println!("{name}: {:?}, {stats:?}", driver.counts);
+    let Counts { done, refused, hits, .. } = driver.counts;
+    assert!(done > operations / 2 && refused > operations / 100, "{:?}", driver.counts);
+    if spec.prefix_reuse && stats.prefix_queries > 0 {
+        assert!(hits > operations / 200, "{name}: {hits} hits");
+    }
+    driver.counts
+}
+
+/// A million operations on the bookkeeping alone, invariants, digests and the truth of every hit
+/// checked after each (edge 4). `KVPOOL_LONG_TESTS=100000000` runs as many instead.
+#[test]
+fn edge_04_a_million_operations_in_every_plan() {
+    let plans = plans();
+    let each = operations(plans.len() as u64);
+    for (name, spec) in plans {
+        let plan = spec.plan();
+        let device = Box::new(NullDevice::open(&plan));
+        let mut driver = Driver::on(&spec, Cache::open(plan, device).expect("opens"), 4);
+        driver.checks = Checks { contents: false, poison: false, ..Checks::default() };
+        run(name, &spec, driver, each);
+    }
+}
+
+/// The same with K and V: every read is what belongs to the tokens.
+#[test]
+fn edge_40_contents_are_true_in_every_plan() {
+    let plans = plans();
+    let each = operations(4 * plans.len() as u64);
+    for (seed, (name, spec)) in (0..).zip(plans) {
+        run(name, &spec, Driver::new(&spec, seed), each);
+    }
+}
+
+/// The same on a device that does its work late and in another order (edge 36).
+#[test]
+fn edge_36_late_and_reordered_copies_change_nothing() {
+    let plans = plans();
+    let each = operations(20 * plans.len() as u64);
+    let mut waited = 0;
+    for (seed, (name, spec)) in (100..).zip(plans) {
+        let plan = spec.plan();
+        let (device, seen) = TestDevice::open(&plan, 24);
+        let driver = Driver::on(&spec, Cache::open(plan, device).expect("opens"), seed);
+        run(name, &spec, driver, each);
+        waited += seen.waited.load(std::sync::atomic::Ordering::Relaxed);
+    }
+    assert!(waited > 0, "no source of a copy was ever written again while the copy waited");
+}
+
+/// One vector quantised with a scale of its own, and back.
+fn through_int8(row: &[f32]) -> Vec<f32> {
+    let (mut q, mut scale) = (vec![0; row.len()], [E8M8(0)]);
+    quantize_row(row, &mut q, &mut scale, ScaleKind::PerTokenHead, 0.0);
+    let mut out = vec![0.0; row.len()];
+    dequantize_row(&q, &scale, ScaleKind::PerTokenHead, 0.0, &mut out);
+    out
+}
+
+/// The other formats on the CPU, scales with their tokens (P9).
+#[test]
+fn contents_are_true_in_every_format() {
+    for (seed, (name, spec)) in (200..).zip(plans()) {
+        let format = [Format::Int8, Format::F16, Format::Bf16][seed as usize % 3];
+        let spec = Spec { format, num_kv_heads: 2, ..spec };
+        let mut driver = Driver::on(&spec, spec.open(), seed);
+        let stored = (format == Format::Int8).then_some(through_int8 as fn(&[f32]) -> Vec<f32>);
+        driver.checks = Checks { stored, ..Checks::default() };
+        run(name, &spec, driver, operations(500));
+    }
+}
+
+/// The same calls give the same ids, events, statistics and digests (P10).
+#[test]
+fn same_calls_same_everything_with_reuse() {
+    for (seed, (name, spec)) in (300..).zip(plans()) {
+        let run = || {
+            let mut driver = Driver::new(&spec, seed);
+            let mut tables = 0;
+            for _ in 0..100 {
+                driver.run(20);
+                for group in
+                    (0..).map_while(|g| driver.cache.block_table(kvpool::units::GroupIdx(g)).ok())
+                {
+                    tables = group.0.iter().fold(tables, |all, id| mix(&[all, (*id).into()]));
+                }
+            }
+            driver.poll().expect("never refused");
+            let replay = format!("{:?}", driver.replay.delivered);
+            (driver.trail, tables, replay, driver.cache.stats())
+        };
+        assert_eq!(run(), run(), "{name}");
+    }
+}
