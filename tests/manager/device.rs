@@ -247,7 +247,7 @@ fn late_work_comes_out_as_if_it_had_been_done_at_once() {
         let len = 1 + rng.below(40);
         let (a, b) = (rng.below(size - len), rng.below(size - len));
         for device in [&mut late, &mut prompt] {
-            if rng.0 % 3 == 0 || overlap((a, len), (b, len)) {
+            if rng.0.is_multiple_of(3) || overlap((a, len), (b, len)) {
                 device.fill(a, len, round as u8).expect("in range");
             } else {
                 device.copy(a, b, len).expect("in range");

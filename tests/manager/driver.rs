@@ -333,7 +333,7 @@ impl Driver {
         let limit = wanted.max_len.unwrap_or(most).saturating_add(wanted.lookahead).min(most);
         assert_eq!(begun.limit, limit);
         self.counts.hits += u64::from(cached > 0);
-        self.counts.partial_hits += u64::from(cached as u32 % per_block > 0);
+        self.counts.partial_hits += u64::from(!(cached as u32).is_multiple_of(per_block));
         self.begun += 1;
         self.live.push(Live {
             seq: begun.sequence,
@@ -349,8 +349,7 @@ impl Driver {
     /// Gives everything back and checks that nothing is left.
     pub(crate) fn finish(&mut self) {
         self.check_all();
-        while !self.held.is_empty() {
-            let held = self.held.pop().expect("not empty");
+        while let Some(held) = self.held.pop() {
             self.call(|cache| cache.cancel_reservation(held.reservation)).expect("held");
         }
         while let Some(pin) = self.pins.pop() {

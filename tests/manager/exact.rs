@@ -109,7 +109,7 @@ fn edge_24_everything_that_was_published_is_found() {
                     let token = match prompt.get(position) {
                         Some(token) => u64::from(*token),
                         // Parts from others only where a block begins.
-                        None if position % BLOCK as usize == 0 => rng.below(3),
+                        None if position.is_multiple_of(BLOCK as usize) => rng.below(3),
                         None => text.tokens[position - 1],
                     };
                     ids.push(token as u32);
