@@ -162,11 +162,16 @@ impl Cache {
     /// Nothing changes then.
     pub fn begin(&mut self, prompt: &[u32], options: BeginOptions) -> Result<Begun, CacheError> {
         self.abandon_step();
-        let (begun, Pending { found, .. }) = self.begin_claimed(prompt, &options)?;
-        if let Err(error) = self.finish_begin(prompt, &options, begun.sequence.slot, &found) {
+        let (mut begun, Pending { mut found, .. }) = self.begin_claimed(prompt, &options)?;
+        let slot = begun.sequence.slot;
+        let finished = self
+            .settle_partial(slot, &mut found)
+            .and_then(|()| self.finish_begin(prompt, &options, slot, &found));
+        if let Err(error) = finished {
             self.release(begun.sequence)?;
             return Err(error);
         }
+        begun.cached_len = found.len;
         self.note_peaks();
         Ok(begun)
     }
@@ -217,18 +222,62 @@ impl Cache {
             self.note_refusal(&refused.source);
             return Err(refused);
         }
+        if let Err(failed) = self.finish_batch(wanted, out) {
+            // The device failed: give back what there is.
+            while let Some(begun) = out.pop() {
+                let _ = self.release(begun.sequence);
+            }
+            return Err(failed);
+        }
+        self.note_peaks();
+        Ok(())
+    }
+
+    /// Finishes a batch of which every sequence has claimed what it found.
+    fn finish_batch(
+        &mut self,
+        wanted: &[(&[u32], BeginOptions)],
+        out: &mut [Begun],
+    ) -> Result<(), BatchRefused> {
+        // Copies first, the last first: so a block that several go on with in part has one
+        // claimant left when the first one looks whether it can take it over.
+        for (index, begun) in out.iter_mut().enumerate().rev() {
+            let slot = begun.sequence.slot;
+            let mut found = self.pending[slot as usize].found;
+            self.settle_partial(slot, &mut found)
+                .map_err(|source| BatchRefused { index, source })?;
+            begun.cached_len = found.len;
+            self.pending[slot as usize].found = found;
+        }
+        // Then the slots, the first first: a slot that one copies from may be another's.
         for (index, ((prompt, options), begun)) in wanted.iter().zip(&*out).enumerate() {
             let slot = begun.sequence.slot;
             let found = self.pending[slot as usize].found;
-            if let Err(source) = self.finish_begin(prompt, options, slot, &found) {
-                // The device failed: give back what there is.
-                while let Some(begun) = out.pop() {
-                    let _ = self.release(begun.sequence);
+            self.finish_begin(prompt, options, slot, &found)
+                .map_err(|source| BatchRefused { index, source })?;
+        }
+        Ok(())
+    }
+
+    /// Takes what a new sequence matched in part; where there was no block for that, it begins
+    /// with its whole blocks.
+    fn settle_partial(&mut self, slot: u32, found: &mut Found) -> Result<(), CacheError> {
+        if self.take_partial(slot)? {
+            return Ok(());
+        }
+        *found = found.without_partial(self.plan.tokens_per_block);
+        if found.donor.is_some() {
+            // A donor that fits the longer prefix need not fit the shorter one.
+            *found = Found { cut: Cut::Donor, ..Found::NOTHING };
+            for group in 0..self.plan.groups.len() {
+                if self.pool.store(group).is_some() {
+                    self.give_back_from(group, slot, 0);
                 }
-                return Err(BatchRefused { index, source });
+            }
+            if let Some(reuse) = &mut self.reuse {
+                reuse.seqs[slot as usize].published = 0;
             }
         }
-        self.note_peaks();
         Ok(())
     }
 
@@ -285,11 +334,13 @@ impl Cache {
                 }
             }
         }
+        self.claim_partial(slot, &found);
         Ok((Begun { sequence, cached_len: found.len, limit }, Pending { found, free_at: at }))
     }
 
     /// Undoes [`Cache::begin_claimed`], when everything since has been undone.
     fn unbegin(&mut self, slot: u32) {
+        self.unclaim_partial(slot);
         for group in 0..self.plan.groups.len() {
             let promised = self.seqs.state(slot, group).promised();
             if let Some(store) = self.pool.store_mut(group) {
@@ -310,7 +361,7 @@ impl Cache {
         self.seqs.untake(slot, free_at);
     }
 
-    /// The part of `begin` that follows when all are in: takes blocks, copies, remembers.
+    /// The part of `begin` that follows when all are in: takes from donors, remembers.
     fn finish_begin(
         &mut self,
         prompt: &[u32],
@@ -318,7 +369,6 @@ impl Cache {
         slot: u32,
         found: &Found,
     ) -> Result<(), CacheError> {
-        self.take_partial(slot)?;
         if let Some(donor) = found.donor {
             self.take_from_donor(slot, donor)?;
         }
@@ -380,17 +430,8 @@ impl Cache {
         let limit = self.check_request(prompt.len() as u64, options)?;
         // At most `max_len`, a u32.
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let mut found = self.find(prompt, &options.namespace);
-        let mut fits = self.check_blocks(prompt_len, limit, &found);
-        if fits.is_err() && found.partial.is_some() {
-            // Copying needs a block more while it goes on: without it there may be room.
-            found = match found.donor {
-                None => found.without_partial(self.plan.tokens_per_block),
-                Some(_) => Found::NOTHING,
-            };
-            fits = self.check_blocks(prompt_len, limit, &found);
-        }
-        fits?;
+        let found = self.find(prompt, &options.namespace);
+        self.check_blocks(prompt_len, limit, &found)?;
         if self.seqs.free.is_empty() {
             return Err(CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots });
         }

@@ -73,6 +73,8 @@ pub(super) struct Batch {
     pub(super) wanted: Vec<u64>,
     /// The last blocks that it copies because others hold them too.
     pub(super) replaced: Vec<Replaced>,
+    /// Groups and blocks that it takes out of the index, to write in place.
+    pub(super) withdrawn: Vec<(u32, u32)>,
     /// Whether it was told which tokens it appends.
     tokens_given: bool,
     /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked.
@@ -101,6 +103,7 @@ impl Batch {
             counts: AppendCounts::default(),
             wanted: vec![0; plan.groups.len()],
             replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
+            withdrawn: Vec::with_capacity(seqs * csr.clone().flatten().count()),
             tokens_given: false,
             open: false,
             csr: csr.collect(),
@@ -147,6 +150,7 @@ impl Cache {
             return Err(error);
         }
         self.batch.open = true;
+        self.withdraw_tails();
         if let Err(error) = self.copy_shared_tails() {
             self.undo_step();
             return Err(error);

@@ -46,9 +46,17 @@ impl Cache {
         let at = len / per_block;
         let block = self.entry(group, slot, at);
         let shareable = self.is_shareable(group, BlockId(block));
+        let is_leaf =
+            self.lead() != Some(group) || self.index().is_some_and(|index| index.is_leaf(block));
         let Some(store) = self.pool.store_mut(group) else { return };
         if store.holders(BlockId(block)) == 1 && !shareable {
             self.seqs.state_mut(slot, group).shared_tail = false;
+            return;
+        }
+        if store.holders(BlockId(block)) == 1 && is_leaf {
+            // Nobody holds it or goes on from it: taken out of the index it can be written.
+            let group = u32::try_from(group).unwrap_or(u32::MAX);
+            self.batch.withdrawn.push((group, block));
             return;
         }
         store.hold_tail(BlockId(block));
@@ -57,8 +65,16 @@ impl Cache {
         self.batch.replaced.push(Replaced { group, slot, at, block });
     }
 
+    /// Takes the last blocks out of the index that a step writes in place.
+    pub(super) fn withdraw_tails(&mut self) {
+        while let Some((group, block)) = self.batch.withdrawn.pop() {
+            self.forget(group as usize, BlockId(block));
+        }
+    }
+
     /// Undoes [`Cache::hold_shared_tails`], of a step that was refused.
     pub(super) fn unhold_shared_tails(&mut self) {
+        self.batch.withdrawn.clear();
         while let Some(replaced) = self.batch.replaced.pop() {
             if let Some(store) = self.pool.store_mut(replaced.group as usize) {
                 store.unhold_tail(BlockId(replaced.block));

@@ -289,8 +289,7 @@ impl Cache {
     }
 
     /// Calls `each` with every block that a match claims, as (group, place in the row, block), in
-    /// the order of claiming: from the last to the first, and last what it goes on with in part
-    /// (at place `full`).
+    /// the order of claiming: from the last to the first.
     fn each_claim(&self, found: &Found, each: &mut dyn FnMut(usize, u32, u32)) {
         let Some(index) = self.index() else { return };
         let lead = index.lead();
@@ -303,12 +302,6 @@ impl Cache {
                 }
             }
             block = index.parent(block);
-        }
-        if let Some((block, _)) = found.partial {
-            each(lead, found.full, block);
-            for (windowed, &group) in index.windowed().iter().enumerate() {
-                each(group, found.full, index.attached(windowed, block));
-            }
         }
     }
 
@@ -325,8 +318,8 @@ impl Cache {
         let mut claims = Claims::default();
         let Some(store) = self.pool.store(group) else { return claims };
         self.each_claim(found, &mut |of, at, block| {
-            if of == group {
-                claims.held += u32::from(at < found.full);
+            if of == group && at < found.full {
+                claims.held += 1;
                 if store.holders(BlockId(block)) == 0 {
                     claims.cached += 1;
                 } else {
@@ -337,8 +330,7 @@ impl Cache {
         claims
     }
 
-    /// Claims what a match found for a new sequence: from here on nothing of it is evicted. The
-    /// block that it goes on with in part is claimed too, but not in its row yet.
+    /// Claims the whole blocks of a match for a new sequence: from here on none of them is evicted.
     pub(super) fn claim(&mut self, slot: u32, found: &Found) {
         let Some(index) = self.index() else { return };
         let lead = index.lead();
@@ -346,9 +338,7 @@ impl Cache {
         for at in (0..found.full).rev() {
             self.claim_into_row(lead, slot, at, block);
             for windowed in 0..self.windowed_groups() {
-                let Some(index) = self.index() else { return };
-                let (group, attached) =
-                    (index.windowed()[windowed], index.attached(windowed, block));
+                let (group, attached) = self.attached_to(windowed, block);
                 if self.is_needed(group, at, found.len) {
                     self.claim_into_row(group, slot, at, attached);
                 }
@@ -364,20 +354,43 @@ impl Cache {
                 state.first = first.min(found.full);
             }
         }
-        if let Some((block, _)) = found.partial {
-            self.claim_block(lead, block);
-            for windowed in 0..self.windowed_groups() {
-                let Some(index) = self.index() else { return };
-                let (group, attached) =
-                    (index.windowed()[windowed], index.attached(windowed, block));
-                self.claim_block(group, attached);
-            }
+        if let Some(reuse) = &mut self.reuse {
+            reuse.seqs[slot as usize].published = found.full;
+        }
+    }
+
+    /// Claims the block that a new sequence goes on with in part, until it has been copied. While
+    /// a batch begins that may be one block more than was counted; it comes back before the verb
+    /// ends, or becomes the sequence's own.
+    pub(super) fn claim_partial(&mut self, slot: u32, found: &Found) {
+        let (Some(lead), Some((block, _))) = (self.lead(), found.partial) else { return };
+        self.claim_block(lead, block);
+        for windowed in 0..self.windowed_groups() {
+            let (group, attached) = self.attached_to(windowed, block);
+            self.claim_block(group, attached);
         }
         if let Some(reuse) = &mut self.reuse {
-            let share = &mut reuse.seqs[slot as usize];
-            share.published = found.full;
-            share.partial = found.partial;
+            reuse.seqs[slot as usize].partial = found.partial;
         }
+    }
+
+    /// Undoes [`Cache::claim_partial`].
+    pub(super) fn unclaim_partial(&mut self, slot: u32) {
+        let Some(reuse) = &mut self.reuse else { return };
+        let partial = reuse.seqs[slot as usize].partial.take();
+        let (Some(lead), Some((block, _))) = (self.lead(), partial) else { return };
+        for windowed in (0..self.windowed_groups()).rev() {
+            let (group, attached) = self.attached_to(windowed, block);
+            self.unclaim_block(group, attached);
+        }
+        self.unclaim_block(lead, block);
+    }
+
+    /// A windowed group, and its block that is attached to one of the lead group.
+    fn attached_to(&self, windowed: usize, block: u32) -> (usize, u32) {
+        self.index().map_or((0, NO_BLOCK), |index| {
+            (index.windowed()[windowed], index.attached(windowed, block))
+        })
     }
 
     fn claim_into_row(&mut self, group: usize, slot: u32, at: u32, block: u32) {
@@ -390,20 +403,7 @@ impl Cache {
     /// that every list is again as it was.
     pub(super) fn unclaim(&mut self, slot: u32) {
         let Some(lead) = self.lead() else { return };
-        let share = match &mut self.reuse {
-            Some(reuse) => &mut reuse.seqs[slot as usize],
-            None => return,
-        };
-        let (full, partial) = (share.published, share.partial.take());
-        if let Some((block, _)) = partial {
-            for windowed in (0..self.windowed_groups()).rev() {
-                let Some(index) = self.index() else { return };
-                let (group, attached) =
-                    (index.windowed()[windowed], index.attached(windowed, block));
-                self.unclaim_block(group, attached);
-            }
-            self.unclaim_block(lead, block);
-        }
+        let full = self.reuse.as_ref().map_or(0, |reuse| reuse.seqs[slot as usize].published);
         for at in 0..full {
             for windowed in (0..self.windowed_groups()).rev() {
                 let Some(index) = self.index() else { return };
@@ -446,37 +446,42 @@ impl Cache {
     }
 
     /// Copies the tokens that a new sequence matched of a block it does not share, or takes the
-    /// block over where nobody else can want it: a leaf that nobody holds, of which at least half
-    /// is of use, in a plan that keeps each token in one block only.
+    /// block over where nobody else can want it (a leaf that nobody holds, in a plan that keeps
+    /// each token in one block only): if at least half of it is of use, or if there is no block to
+    /// copy to. Says whether the sequence has these tokens now.
     ///
     /// # Errors
-    /// The device's. The sequence then begins with its whole blocks.
-    pub(super) fn take_partial(&mut self, slot: u32) -> Result<(), CacheError> {
-        let Some(reuse) = &mut self.reuse else { return Ok(()) };
+    /// The device's.
+    pub(super) fn take_partial(&mut self, slot: u32) -> Result<bool, CacheError> {
+        let Some(reuse) = &mut self.reuse else { return Ok(true) };
         let share = &mut reuse.seqs[slot as usize];
-        let Some((source, tokens)) = share.partial.take() else { return Ok(()) };
+        let Some((source, tokens)) = share.partial.take() else { return Ok(true) };
         let at = share.published;
-        let Some(index) = &reuse.index else { return Ok(()) };
+        let Some(index) = &reuse.index else { return Ok(true) };
         let (lead, is_leaf) = (index.lead(), index.is_leaf(source));
         let alone = index.windowed().is_empty()
             && is_leaf
             && self.pool.store(lead).is_some_and(|store| store.holders(BlockId(source)) == 1);
-        if alone && tokens * 2 >= self.plan.tokens_per_block {
+        let groups = || std::iter::once(lead).chain(index.windowed().iter().copied());
+        let room = groups().all(|g| self.pool.store(g).is_some_and(|s| s.available() > 0));
+        if alone && (tokens * 2 >= self.plan.tokens_per_block || !room) {
             self.take_over(slot, lead, at, source);
             self.counters.partial_takeovers += 1;
-            return Ok(());
+            return Ok(true);
         }
-        let mut result = self.copy_partial(slot, lead, at, source, tokens);
+        let mut result = Ok(room);
+        if room {
+            result = self.copy_partial(slot, lead, at, source, tokens).map(|()| true);
+        }
         for windowed in 0..self.windowed_groups() {
-            let Some(index) = self.index() else { break };
-            let (group, attached) = (index.windowed()[windowed], index.attached(windowed, source));
-            if result.is_ok() {
-                result = self.copy_partial(slot, group, at, attached, tokens);
+            let (group, attached) = self.attached_to(windowed, source);
+            if room && result.is_ok() {
+                result = self.copy_partial(slot, group, at, attached, tokens).map(|()| true);
             }
             self.give_up(group, BlockId(attached));
         }
         self.give_up(lead, BlockId(source));
-        self.counters.partial_copies += 1;
+        self.counters.partial_copies += u64::from(room);
         result
     }
 

@@ -119,8 +119,9 @@ pub(super) fn terms(
         term("step: CSR", 4, (3 * batch_seqs + 1) * paged().count() as u64 + table_entries)?,
         // One flag a layer.
         term("step: layers appended", 1, u64::from(geometry.num_layers))?,
-        // The last blocks that a step copies because others hold them too.
-        term("step: blocks copied", COW_BYTES, batch_seqs * paged().count() as u64)?,
+        // The last blocks that a step copies because others hold them too, or takes out of the
+        // index to write in place.
+        term("step: blocks copied", COW_BYTES + 8, batch_seqs * paged().count() as u64)?,
         // Blocks wanted in each group.
         term("step: blocks wanted", 8, num_groups)?,
         // What the sequences of a batch have found, while it begins.

@@ -118,8 +118,9 @@ impl Fixture {
             let mut batch = Vec::new();
             for _ in 0..now {
                 let prompt = self.random.prompt(TOKENS_PER_BLOCK);
-                let sequence = self.begin(&prompt, TOKENS_PER_BLOCK)?.sequence;
-                batch.push((sequence, TOKENS_PER_BLOCK));
+                // Two random prompts may begin alike.
+                let Begun { sequence, cached_len, .. } = self.begin(&prompt, TOKENS_PER_BLOCK)?;
+                batch.push((sequence, TOKENS_PER_BLOCK - cached_len));
             }
             self.step(&batch)?;
             alive.extend(batch.iter().map(|(sequence, _)| *sequence));
