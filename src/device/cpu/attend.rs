@@ -20,9 +20,7 @@ use super::workers::Workers;
 use super::workspace::Workspace;
 use crate::config::Format;
 use crate::error::DeviceError;
-use crate::plan::{
-    Addressing, CpuWorkspace, GroupLayout, ITEMS_PER_THREAD, SPLIT_TOKENS, TILE_TOKENS,
-};
+use crate::plan::{Addressing, CpuWorkspace, ITEMS_PER_THREAD, SPLIT_TOKENS, TILE_TOKENS};
 use crate::units::Overflow;
 
 /// The workspace in the hands of the workers.
@@ -126,7 +124,7 @@ struct Deal {
 impl Deal {
     fn new(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> Self {
         let single_rows = job.seqs.iter().all(|seq| seq.rows <= 1);
-        let side_by_side = single_rows && !reads_runs(job.layout);
+        let side_by_side = single_rows && takes_heads_together(job, sizes);
         let num_kv_heads = job.layout.num_kv_heads as usize;
         let enough = (sizes.threads * ITEMS_PER_THREAD) as usize;
         let splits = sizes.deals_out_splits(job.rows as u64, side_by_side).then(|| {
@@ -160,11 +158,12 @@ impl Deal {
     }
 }
 
-/// Whether each KV head is best read alone: in a slot its keys are one long run. In blocks the next
-/// head's are the longer one; and INT8, which computes for longer than it reads, is faster with
-/// several heads side by side in slots too (measured, see the notes in `benches`).
-fn reads_runs(layout: &GroupLayout) -> bool {
-    layout.addressing != Addressing::Blocks && layout.format.element != Format::Int8
+/// Whether KV heads are best computed side by side. In blocks they are one run. In a slot each is a
+/// run of its own, and better read alone; except by one thread in INT8 with grouped queries, which
+/// computes for longer than it reads (measured, see the notes in `benches`).
+fn takes_heads_together(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> bool {
+    let int8 = job.layout.format.element == Format::Int8;
+    job.layout.addressing == Addressing::Blocks || (int8 && sizes.threads == 1 && job.group > 1)
 }
 
 /// Computes attention with a kernel that works split by split.

@@ -17,13 +17,25 @@ use super::exp::exp;
 use super::lanes::{Element, Isa, WIDTH};
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
-use super::tile::{Ahead, Pace, TILE, Tile, TileRow, mask};
+use super::tile::{TILE, Tile, TileRow, Vectors, mask};
 use super::values::{all_values, passes};
 use crate::plan::{Kv, TILE_TOKENS};
 
 /// Computes one split; the kernels are instances of this.
 #[inline(always)]
 pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
+    // One KV head alone is a single run, or one of many rows, which compute for longer than they
+    // read. Few registers leave no room for a piece's place.
+    if I::WIDE && work.task.kv_heads > 1 {
+        split_at_pace::<I, E, true>(isa, work);
+    } else {
+        split_at_pace::<I, E, false>(isa, work);
+    }
+}
+
+/// Computes one split; with `SPREAD`, memory is asked for a little at a time.
+#[inline(always)]
+fn split_at_pace<I: Isa, E: Element, const SPREAD: bool>(isa: I, work: &mut Split<'_, '_>) {
     let task = work.task;
     let lines = task.padded_dim / WIDTH;
     let q = work.q.as_chunks::<WIDTH>().0;
@@ -39,10 +51,10 @@ pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
         let q = &q[kv_head * per_head..];
-        all_scores::<I, E>(isa, tile, &mut steps.values_ahead(), q, lines, scores);
+        all_scores::<I, E>(isa, tile, &mut steps.values_ahead::<SPREAD>(), q, lines, scores);
         all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-        let mut ahead = steps.keys_ahead(isa, passes::<I, E>(tile, task.heads()));
+        let mut ahead = steps.keys_ahead::<I, SPREAD>(isa, passes::<I, E>(tile, task.heads()));
         all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
     }
 }
@@ -62,7 +74,6 @@ pub(super) struct Steps<'a> {
     end: u32,
     /// Where the tiles end that are worth asking for.
     ahead: u32,
-    pace: Pace,
 }
 
 impl<'a> Steps<'a> {
@@ -81,9 +92,6 @@ impl<'a> Steps<'a> {
             start,
             end,
             ahead: if goes_on { task.end() } else { end },
-            // One KV head alone is a single run, or one of many rows, which compute for longer
-            // than they read.
-            pace: if kv_heads > 1 { Pace::Spread } else { Pace::AtOnce },
         }
     }
 
@@ -109,21 +117,25 @@ impl<'a> Steps<'a> {
     }
 
     /// What to ask for while the scores are computed: the step's values.
-    pub(super) fn values_ahead(&self) -> Ahead<'a> {
-        self.tile.ahead(Kv::V, self.kv_head, 1, self.pace)
+    pub(super) fn values_ahead<const SPREAD: bool>(&self) -> Vectors<'a, SPREAD> {
+        self.tile.ahead(Kv::V, self.kv_head, 1)
     }
 
     /// What to ask for while the values are added up, in `passes` pieces for each quad: the keys
     /// of the step after it. Asks for its scales right away.
     #[inline(always)]
-    pub(super) fn keys_ahead<I: Isa>(&self, isa: I, passes: usize) -> Ahead<'a> {
+    pub(super) fn keys_ahead<I: Isa, const SPREAD: bool>(
+        &self,
+        isa: I,
+        passes: usize,
+    ) -> Vectors<'a, SPREAD> {
         let (tile, kv_head) = if self.kv_head + 1 < self.kv_heads {
             (&self.tile, self.kv_head + 1)
         } else {
             (&self.next, 0)
         };
         tile.prefetch_scales(isa, kv_head);
-        tile.ahead(Kv::K, kv_head, passes, self.pace)
+        tile.ahead(Kv::K, kv_head, passes)
     }
 }
 

@@ -17,7 +17,7 @@ use super::tile::{Ahead, QUAD, Tile, TileRow, prefetch};
 pub(super) fn all_scores<I: Isa, E: Element>(
     isa: I,
     tile: &Tile<'_>,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut impl Ahead,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
@@ -49,12 +49,13 @@ pub(super) fn all_scores<I: Isa, E: Element>(
     }
 }
 
-/// q·k of `G` heads with all keys of the tile, `K` keys at a time.
+/// q·k of `G` heads with all keys of the tile, `K` keys at a time: a whole quad where pieces are
+/// handed out.
 #[inline(always)]
 fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
@@ -70,11 +71,6 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
             let mut piece = None;
             if let Some(ahead) = &mut ahead {
                 piece = ahead.piece(isa);
-            }
-            if let (Some(first), true) = (piece, K != QUAD) {
-                // Only a whole quad at once has the pace that spreads a piece evenly.
-                prefetch(isa, first, QUAD * tile.row_bytes);
-                piece = None;
             }
             for key in (key..key + QUAD).step_by(K) {
                 let sums = products::<I, E, G, K>(isa, tile, piece, key, &heads);

@@ -198,16 +198,20 @@ impl<'a> Tile<'a> {
 
     /// The vectors of one KV head, counted from the task's first, to be asked for in `passes`
     /// pieces for each quad.
-    pub(super) fn ahead(&self, kv: Kv, kv_head: usize, passes: usize, pace: Pace) -> Ahead<'a> {
+    pub(super) fn ahead<const SPREAD: bool>(
+        &self,
+        kv: Kv,
+        kv_head: usize,
+        passes: usize,
+    ) -> Vectors<'a, SPREAD> {
         let shift = passes.max(1).ilog2();
-        let even = passes.is_power_of_two();
-        let mut ahead = Ahead {
+        let mut ahead = Vectors {
             pool: self.pool,
             at: [0; QUADS],
             next: 0,
             shift,
             bytes: (QUAD * self.row_bytes) >> shift,
-            pace: if even { pace } else { Pace::AtOnce },
+            even: passes.is_power_of_two(),
         };
         if self.seen == [(0, 0); 2] {
             ahead.next = QUADS << shift;
@@ -298,22 +302,22 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// When memory is asked for the lines of a piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pace {
-    /// All of them before the work that they go with: best where one run follows the other.
-    AtOnce,
-    /// A line or two with every few instructions: best for blocks here and there, where each
-    /// request takes longer and a burst of them would have to wait.
-    Spread,
-}
-
 /// What to ask memory for, piece by piece, while something else is computed. The hardware follows
 /// long runs by itself, but not fast enough, and blocks in no order not at all; and it has room
 /// for so few requests at a time that they are best spread over all of the work that goes on
 /// meanwhile.
+pub(super) trait Ahead {
+    /// Takes the next piece: asks for its lines, or gives its first byte to the caller, who asks
+    /// for a line or two with every few instructions. `None` when there is nothing to do.
+    fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8>;
+}
+
+/// The vectors of a KV head, as an [`Ahead`]. A piece is asked for all at once, which is best
+/// where one run follows the other; or, if `SPREAD`, line by line, which is best for blocks here
+/// and there, where each request takes longer and a burst of them would have to wait. (A type of
+/// its own, since a question in the innermost loops costs some per cent.)
 #[derive(Debug)]
-pub(super) struct Ahead<'a> {
+pub(super) struct Vectors<'a, const SPREAD: bool> {
     pool: &'a [u8],
     /// Byte offsets of the quads. No block ends inside a quad; where a ring does, or a key is not
     /// seen, the wrong bytes are asked for, which is harmless.
@@ -324,14 +328,13 @@ pub(super) struct Ahead<'a> {
     shift: u32,
     /// Bytes of a piece.
     bytes: usize,
-    pace: Pace,
+    /// Whether the pieces are as long as what is read meanwhile.
+    even: bool,
 }
 
-impl Ahead<'_> {
-    /// Takes the next piece: asks for its lines, or gives its first byte to somebody who does so
-    /// ([`Pace::Spread`]). `None` when nothing is left to ask for.
+impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
     #[inline(always)]
-    pub(super) fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
+    fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
         let quad = self.next >> self.shift;
         if quad >= QUADS {
             return None;
@@ -339,13 +342,16 @@ impl Ahead<'_> {
         let first = self.at[quad] + (self.next & ((1 << self.shift) - 1)) * self.bytes;
         let first = self.pool.as_ptr().wrapping_add(first);
         self.next += 1;
-        if self.pace == Pace::Spread {
+        if SPREAD && self.even {
             return Some(first);
         }
         prefetch(isa, first, self.bytes);
         None
     }
 }
+
+/// Nothing to ask for.
+pub(super) const NOTHING: Option<&mut Vectors<'static, false>> = None;
 
 /// Asks for the cache lines of `bytes` bytes. Any address will do.
 #[inline(always)]

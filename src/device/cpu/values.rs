@@ -9,7 +9,7 @@
 
 use super::lanes::{Element, Isa, Line, WIDTH};
 use super::task::Task;
-use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow, prefetch};
+use super::tile::{Ahead, Keys, NOTHING, QUAD, TILE, Tile, TileRow, prefetch};
 
 /// Adds the weighted values of a step to the accumulators of all heads, and asks for the keys of
 /// the next one.
@@ -18,7 +18,7 @@ pub(super) fn all_values<I: Isa, E: Element>(
     isa: I,
     task: &Task<'_>,
     tile: &Tile<'_>,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut impl Ahead,
     weights: &[TileRow],
     acc: &mut [Line],
 ) {
@@ -33,8 +33,8 @@ pub(super) fn all_values<I: Isa, E: Element>(
         let (sinks, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
-        add::<I, E>(isa, tile, None, sinks, heads, weights, lines, acc);
-        add::<I, E>(isa, tile, None, (from, to.min(common.0)), heads, weights, lines, acc);
+        add::<I, E>(isa, tile, NOTHING, sinks, heads, weights, lines, acc);
+        add::<I, E>(isa, tile, NOTHING, (from, to.min(common.0)), heads, weights, lines, acc);
     }
     let heads = weights.len();
     add::<I, E>(isa, tile, Some(ahead), common, heads, weights, lines, acc);
@@ -42,7 +42,7 @@ pub(super) fn all_values<I: Isa, E: Element>(
         let (_, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
-        add::<I, E>(isa, tile, None, (from.max(common.1), to), heads, weights, lines, acc);
+        add::<I, E>(isa, tile, NOTHING, (from.max(common.1), to), heads, weights, lines, acc);
     }
 }
 
@@ -71,7 +71,7 @@ fn last_two([sinks, rest]: [Keys; 2]) -> (Keys, Keys) {
 fn add<I: Isa, E: Element>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     keys: Keys,
     heads: usize,
     weights: &[TileRow],
@@ -107,7 +107,7 @@ fn add<I: Isa, E: Element>(
 fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     keys: Keys,
     weights: &[TileRow],
     lines: usize,
@@ -120,7 +120,7 @@ fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
         first += B;
     }
     while first < whole {
-        lines_of::<I, E, G, 1>(isa, tile, None, keys, first, weights, lines, acc);
+        lines_of::<I, E, G, 1>(isa, tile, NOTHING, keys, first, weights, lines, acc);
         first += 1;
     }
     if whole < lines {
@@ -141,7 +141,7 @@ fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
 fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     keys: Keys,
     first: usize,
     weights: &[TileRow],

@@ -95,16 +95,30 @@ impl Blocks {
 pub(super) fn split<const GROUPED: bool>(isa: Vnni, work: &mut Split<'_, '_>) {
     let dim = work.task.padded_dim;
     match work.task.heads() {
-        1 if !GROUPED && dim.is_multiple_of(64) => split_blocks::<GROUPED, 1, 64>(isa, work),
-        1 | 2 => split_blocks::<GROUPED, 2, 32>(isa, work),
-        _ => split_blocks::<GROUPED, 4, 16>(isa, work),
+        1 if !GROUPED && dim.is_multiple_of(64) => split_at_pace::<GROUPED, 1, 64>(isa, work),
+        1 | 2 => split_at_pace::<GROUPED, 2, 32>(isa, work),
+        _ => split_at_pace::<GROUPED, 4, 16>(isa, work),
+    }
+}
+
+/// Computes one split; several KV heads ask memory for a little at a time (see `fast.rs`).
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx512vnni,avx512vbmi")]
+fn split_at_pace<const GROUPED: bool, const W: usize, const B: usize>(
+    isa: Vnni,
+    work: &mut Split<'_, '_>,
+) {
+    if work.task.kv_heads > 1 {
+        split_blocks::<GROUPED, W, B, true>(isa, work);
+    } else {
+        split_blocks::<GROUPED, W, B, false>(isa, work);
     }
 }
 
 /// Computes one split, `W` heads to a line of queries, with `B` = 64 / `W` bytes of each.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512vnni,avx512vbmi")]
-fn split_blocks<const GROUPED: bool, const W: usize, const B: usize>(
+fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREAD: bool>(
     isa: Vnni,
     work: &mut Split<'_, '_>,
 ) {
@@ -131,7 +145,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize>(
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.advance(task) {
         let (tile, kv_head) = (&steps.tile, steps.kv_head);
-        let mut ahead = steps.values_ahead();
+        let mut ahead = steps.values_ahead::<SPREAD>();
         let mut part = work.parts.of(kv_head);
         let coded = &coded[kv_head * per_head..][..per_head];
         tile.row_scales(task, k_scales, v_scales);
@@ -155,7 +169,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize>(
             read_group_scales(tile, true, &mut group_scales[..blocks.groups]);
         }
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-        let mut ahead = steps.keys_ahead(isa.0, dim / GROUP);
+        let mut ahead = steps.keys_ahead::<_, SPREAD>(isa.0, dim / GROUP);
         for (part, scales) in group_scales[..dim / GROUP].iter().enumerate() {
             if GROUPED || part == 0 {
                 let scales = if GROUPED { Some(scales) } else { None };
@@ -288,7 +302,7 @@ fn all_scores<const GROUPED: bool, const W: usize, const B: usize>(
     isa: Vnni,
     blocks: &Blocks,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     coded: &[Line],
     group_scales: &GroupScales,
     scores: &mut [TileRow],

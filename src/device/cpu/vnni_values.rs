@@ -70,7 +70,7 @@ static INTERLEAVE: [u8; 64] = {
 pub(super) fn all_values(
     isa: Vnni,
     tile: &Tile<'_>,
-    ahead: &mut Ahead<'_>,
+    ahead: &mut impl Ahead,
     part: usize,
     weights: &[Line],
     units: &[f32],
@@ -101,7 +101,7 @@ pub(super) fn all_values(
 fn values_of<const G: usize>(
     isa: Vnni,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut Ahead<'_>>,
+    mut ahead: Option<&mut impl Ahead>,
     part: usize,
     weights: &[Line],
     units: &[f32],
