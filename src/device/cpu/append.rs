@@ -1,21 +1,28 @@
 //! Storing a step's K and V.
 //!
-//! The work is dealt out by place, not by token: an item is K or V of one head, and of these the
-//! token slots that fall into one of `parts` classes. Two items therefore never write the same
-//! byte, whatever token slots the caller names; should it name one twice, the later token stays,
-//! for any number of threads.
+//! The work is dealt out by place, not by token: an item is K or V, and of these the token slots
+//! that fall into one of `parts` classes. Two items therefore never write the same byte, whatever
+//! token slots the caller names; should it name one twice, the later token stays, for any number
+//! of threads.
+//!
+//! An item goes through the tensor as it lies, token by token and in each head by head: that is
+//! one stream of reads, which the hardware follows by itself. The writes are a stream for each
+//! head, which it does not follow: a store to a line that no cache holds waits for the line.
+//! Short steps therefore ask for the places a few tokens ahead, and what they stored is in the
+//! cache when attention reads it. Long ones, of which the nearest caches could not hold
+//! everything, write past them ([`Stores::Past`]).
 
 use super::super::convert::Source;
-use super::super::quant::quantize_static;
 use super::super::{AppendArgs, AppendCounts, TensorRef};
 use super::disjoint::Disjoint;
 use super::kernel::Kernel;
 use super::lanes::Isa;
 use super::memory::PoolMemory;
+use super::places::Places;
+use super::store::Store;
 use super::workers::Workers;
-use crate::config::{Format, ScaleKind};
 use crate::error::DeviceError;
-use crate::plan::{GroupLayout, Kv, LayerScales, SCALE_BYTES, SCALE_GROUP};
+use crate::plan::{GroupLayout, Kv, LayerScales};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -23,37 +30,51 @@ use std::sync::atomic::Ordering::Relaxed;
 /// long as converting some ten thousand elements.
 const MIN_PARALLEL_ELEMENTS: usize = 64 << 10;
 
-/// Consecutive token slots that fall into one class: enough for whole cache lines at a time.
-const CLASS_TOKENS: u64 = 8;
+/// Bytes of K and V from which on a step is written past the caches. They would take up half of
+/// a cache of 1 MiB, and attention over so many new tokens takes far longer than to read them.
+const MIN_PAST_BYTES: u64 = 512 << 10;
+
+/// Tokens between the one that is stored and the one whose place is asked for.
+const AHEAD: usize = 4;
+
+/// How bytes are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stores {
+    /// As ever.
+    Cached,
+    /// Past the caches, where whole cache lines are written. In between stores to the same place
+    /// there is an [`Isa::fence`], and one after the last.
+    Past,
+}
 
 /// An append that has been checked.
 #[derive(Debug)]
 pub(super) struct AppendJob<'a> {
     /// The whole pool.
-    pool: Disjoint<'a, u8>,
-    layout: &'a GroupLayout,
-    layer: u32,
+    pub(super) pool: Disjoint<'a, u8>,
+    pub(super) layout: &'a GroupLayout,
+    pub(super) layer: u32,
     scales: LayerScales,
     token_slots: &'a [u64],
     k: TensorRef<'a>,
     v: TensorRef<'a>,
     /// Classes of token slots.
     parts: u64,
+    pub(super) stores: Stores,
 }
 
-/// K or V of one head, in one class of token slots. Whoever has one may write its vectors: it is
+/// K or V, in one class of token slots. Whoever has one may write its vectors: it is
 /// made by [`AppendJob::item`] only, and used up by [`store_item`].
 #[derive(Debug)]
 pub(super) struct AppendItem {
     kv: Kv,
-    head: u32,
     part: u64,
 }
 
 impl AppendJob<'_> {
     /// Items of work.
     fn items(&self) -> usize {
-        usize::try_from(self.parts).unwrap_or(1) * 2 * self.layout.num_kv_heads as usize
+        usize::try_from(self.parts).unwrap_or(1) * 2
     }
 
     /// The item of an index.
@@ -61,10 +82,8 @@ impl AppendJob<'_> {
     /// # Safety
     /// As long as the item is in use, no other of the same index is.
     unsafe fn item(&self, index: usize) -> AppendItem {
-        let heads = self.layout.num_kv_heads as usize;
-        let kv = if (index / heads).is_multiple_of(2) { Kv::K } else { Kv::V };
-        let head = u32::try_from(index % heads).unwrap_or(u32::MAX);
-        AppendItem { kv, head, part: (index / (2 * heads)) as u64 }
+        let kv = if index.is_multiple_of(2) { Kv::K } else { Kv::V };
+        AppendItem { kv, part: (index / 2) as u64 }
     }
 }
 
@@ -80,12 +99,13 @@ pub(super) fn append(
 ) -> Result<AppendCounts, DeviceError> {
     check(pool, args)?;
     let layout = args.layout;
-    let heads = u64::from(layout.num_kv_heads);
     let elements = args.k.len() + args.v.len();
     let threads = workers.threads();
     let alone = threads == 1 || elements < MIN_PARALLEL_ELEMENTS;
     // A few items for each thread, so that one that is held up does not hold up all.
-    let parts = if alone { 1 } else { (4 * threads as u64).div_ceil(2 * heads) };
+    let parts = if alone { 1 } else { 2 * threads as u64 };
+    let bytes = elements as u64 * u64::from(layout.element_bytes);
+    let stores = if bytes >= MIN_PAST_BYTES { Stores::Past } else { Stores::Cached };
     let job = AppendJob {
         pool: Disjoint::new(pool.bytes_mut()),
         layout,
@@ -95,6 +115,7 @@ pub(super) fn append(
         k: args.k,
         v: args.v,
         parts,
+        stores,
     };
     let mut counts = AppendCounts::default();
     if alone {
@@ -162,82 +183,29 @@ fn store_vectors<I: Isa, S: Source>(
     data: &[S],
     static_scale: f32,
 ) -> AppendCounts {
-    let layout = job.layout;
-    let head_dim = layout.head_dim as usize;
-    let per_token = layout.num_kv_heads as usize * head_dim;
-    let row_bytes = head_dim * layout.element_bytes as usize;
-    let scale_bytes = (layout.scales_per_row * SCALE_BYTES) as usize;
-    let index = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
-    let mut counts = AppendCounts::default();
-    // The last slot's unit and place, which most often tell the next one's without a division.
-    let (mut last, mut unit, mut at) = (u64::MAX, 0, u32::MAX);
-    for (token, &slot) in job.token_slots.iter().enumerate() {
-        if job.parts > 1 && slot / CLASS_TOKENS % job.parts != item.part {
-            continue;
-        }
-        if slot == last.wrapping_add(1) && at < layout.unit_tokens - 1 {
-            at += 1;
-        } else {
-            (unit, at) = layout.split_slot(slot);
-        }
-        last = slot;
-        let x = &data[token * per_token + item.head as usize * head_dim..][..head_dim];
-        let row = index(layout.row(unit, job.layer, item.kv, item.head, at));
-        let scales = index(layout.scales(unit, job.layer, item.kv, item.head, at));
-        let scales = if scale_bytes == 0 { 0 } else { scales };
-        // SAFETY: the bytes of one vector; K or V, head and class of token slots are the item's,
-        // so no other item has it; nobody else has this item (`AppendJob::item`), and here its
-        // vectors are gone through one by one.
-        let row = unsafe { job.pool.part(row, row_bytes) };
-        // SAFETY: the same vector's scales, which are its alone and not among the elements.
-        let scales = unsafe { job.pool.part(scales, scale_bytes) };
-        store_vector(isa, x, row, scales, layout, static_scale, &mut counts);
-    }
-    counts
-}
-
-/// Stores one vector. `x`: `[head_dim]`; `row` and `scales` are its bytes.
-#[inline(always)]
-fn store_vector<I: Isa, S: Source>(
-    isa: I,
-    x: &[S],
-    row: &mut [u8],
-    scales: &mut [u8],
-    layout: &GroupLayout,
-    static_scale: f32,
-    counts: &mut AppendCounts,
-) {
-    match (layout.format.element, layout.format.scale) {
-        (Format::F32, _) => {
-            for (to, x) in row.as_chunks_mut::<4>().0.iter_mut().zip(x) {
-                *to = x.to_f32().to_le_bytes();
-            }
-        }
-        (Format::F16, _) => {
-            for (to, x) in row.as_chunks_mut::<2>().0.iter_mut().zip(x) {
-                *to = x.to_f16_bits().to_le_bytes();
-            }
-        }
-        (Format::Bf16, _) => {
-            for (to, x) in row.as_chunks_mut::<2>().0.iter_mut().zip(x) {
-                *to = x.to_bf16_bits().to_le_bytes();
-            }
-        }
-        (Format::Int8, Some(ScaleKind::PerTensor)) => {
-            quantize_static(x, row, static_scale, counts);
-        }
-        (Format::Int8, Some(ScaleKind::PerGroup32)) => {
-            let group = SCALE_GROUP as usize;
-            let parts = x.chunks_exact(group).zip(row.chunks_exact_mut(group));
-            for ((x, q), scale) in parts.zip(scales.as_chunks_mut::<2>().0) {
-                *scale = isa.quantize(x, q, counts).0.to_le_bytes();
-            }
-        }
-        (Format::Int8, Some(ScaleKind::PerTokenHead) | None) => {
-            let scale = isa.quantize(x, row, counts);
-            for to in scales.as_chunks_mut::<2>().0 {
-                *to = scale.0.to_le_bytes();
-            }
+    let per_token = (job.layout.num_kv_heads * job.layout.head_dim) as usize;
+    let mut store = Store::new(isa, job, item.kv, static_scale);
+    let mut places = Places::new(job.layout, job.token_slots, job.parts, item.part);
+    let mut ahead = places.clone();
+    for _ in 0..AHEAD {
+        if let Some(place) = ahead.next() {
+            store.prefetch(place.unit, place.token);
         }
     }
+    while let Some(place) = places.next() {
+        if let Some(place) = ahead.next() {
+            store.prefetch(place.unit, place.token);
+        }
+        if place.jumps && job.stores == Stores::Past {
+            // The place may be one that was written before.
+            isa.fence();
+        }
+        let x = &data[place.index * per_token..][..per_token];
+        // SAFETY: the caller has the item, of which the token is.
+        unsafe { store.token(x, place.unit, place.token) };
+    }
+    if job.stores == Stores::Past {
+        isa.fence();
+    }
+    store.counts
 }

@@ -23,6 +23,12 @@ impl<'a, T> Disjoint<'a, T> {
         Self { first: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
+    /// The address of an element, to be asked for and not to be used. Any index will do.
+    #[inline(always)]
+    pub(super) fn address(&self, index: usize) -> *const T {
+        self.first.wrapping_add(index)
+    }
+
     /// The elements `start..start + len`.
     ///
     /// # Panics

@@ -9,6 +9,7 @@ use std::fmt;
 use super::super::AppendCounts;
 use super::super::convert::{Source, bf16_to_f32, f16_to_f32};
 use super::super::quant::quantize_shared;
+use super::append::Stores;
 use super::fast::exp_of;
 use super::tile::TileRow;
 use crate::plan::{E8M8, LANES};
@@ -18,6 +19,9 @@ pub(super) const WIDTH: usize = LANES as usize;
 
 /// Sixteen numbers in memory.
 pub(super) type Line = [f32; WIDTH];
+
+/// Vectors that are quantised side by side, where there are as many.
+pub(super) const AT_ONCE: usize = 4;
 
 /// An instruction set's sixteen lanes.
 ///
@@ -89,6 +93,41 @@ pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
         quantize_shared(x, q, counts)
     }
+    /// The same for several vectors.
+    #[inline(always)]
+    fn quantize_some<S: Source>(
+        self,
+        x: [&[S]; AT_ONCE],
+        q: [&mut [u8]; AT_ONCE],
+        _stores: Stores,
+        counts: &mut AppendCounts,
+    ) -> [E8M8; AT_ONCE] {
+        let mut scales = [E8M8(0); AT_ONCE];
+        for ((x, q), scale) in x.into_iter().zip(q).zip(&mut scales) {
+            *scale = self.quantize(x, q, counts);
+        }
+        scales
+    }
+    /// Stores a vector as IEEE halves.
+    #[inline(always)]
+    fn store_f16<S: Source>(self, x: &[S], row: &mut [u8], _stores: Stores) {
+        for (to, x) in row.as_chunks_mut::<2>().0.iter_mut().zip(x) {
+            *to = x.to_f16_bits().to_le_bytes();
+        }
+    }
+    /// Stores a vector as bfloat16.
+    #[inline(always)]
+    fn store_bf16<S: Source>(self, x: &[S], row: &mut [u8], _stores: Stores) {
+        for (to, x) in row.as_chunks_mut::<2>().0.iter_mut().zip(x) {
+            *to = x.to_bf16_bits().to_le_bytes();
+        }
+    }
+    /// Lets no access behind it be done before the stores past the caches that come before it.
+    #[inline(always)]
+    fn fence(self) {}
+    /// Asks for the cache line of a byte, which may be written soon. Any address will do.
+    #[inline(always)]
+    fn prefetch_write(self, _byte: *const u8) {}
     /// Asks for the cache line of a byte, which may be read soon. Any address will do.
     fn prefetch(self, byte: *const u8);
     /// Sixteen f32.

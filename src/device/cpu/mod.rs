@@ -15,8 +15,10 @@ mod job;
 mod kernel;
 mod lanes;
 mod memory;
+mod places;
 mod reference;
 mod scores;
+mod store;
 mod task;
 #[cfg(test)]
 mod tests;
@@ -30,6 +32,8 @@ mod workers;
 mod workspace;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_store;
 
 pub use memory::available_memory;
 

@@ -386,6 +386,6 @@ pub(super) fn mask(row: &mut TileRow, seen: [Keys; 2]) {
 }
 
 /// Bytes of a cache line.
-const CACHE_LINE: usize = 64;
+pub(super) const CACHE_LINE: usize = 64;
 
 const _: () = assert!(TILE.is_multiple_of(WIDTH) && TILE.is_multiple_of(OCTET));

@@ -2,15 +2,15 @@
 
 use std::arch::x86_64::*;
 
+use super::super::AppendCounts;
 use super::super::convert::Source;
-use super::super::quant::{Q_MAX, quantize_shared};
-use super::super::{AppendCounts, DType};
-use super::append::{AppendItem, AppendJob, store_item};
+use super::append::{AppendItem, AppendJob, Stores, store_item};
 use super::exp::{LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, P, ROUND};
 use super::fast::split;
 use super::kernel::Kernel;
 use super::lanes::{
-    Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line, WIDTH,
+    AT_ONCE, Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line,
+    WIDTH,
 };
 use super::task::Split;
 use super::tile::TileRow;
@@ -72,6 +72,8 @@ macro_rules! memory_op {
     };
 }
 
+pub(super) use {memory_op, op};
+
 /// The last steps of the sum: 8 lanes, then 4, 2, 1.
 macro_rules! sum_eight {
     ($eight:expr) => {{
@@ -118,55 +120,6 @@ impl Avx512 {
         let power = op!(_mm512_add_epi32(power, _mm512_set1_epi32(127 << 23)));
         let above = !below;
         op!(_mm512_maskz_mul_ps(above, y, _mm512_castsi512_ps(power)))
-    }
-
-    /// Sixteen elements of a tensor as f32.
-    #[inline(always)]
-    fn widen<S: Source>(self, x: &[S; WIDTH]) -> __m512 {
-        let from = x.as_ptr();
-        match S::DTYPE {
-            // SAFETY: the type says that these are 64 bytes; any 64 bytes are sixteen f32.
-            DType::F32 => self.widen_f32(unsafe { &*from.cast() }),
-            // SAFETY: the type says that these are 32 bytes.
-            DType::F16 => self.widen_f16(unsafe { &*from.cast() }),
-            // SAFETY: the type says that these are 32 bytes.
-            DType::Bf16 => self.widen_bf16(unsafe { &*from.cast() }),
-        }
-    }
-
-    /// The largest magnitude of some elements, infinity and NaN counted as larger than all others.
-    #[inline(always)]
-    fn largest<S: Source>(self, x: &[[S; WIDTH]]) -> f32 {
-        // Magnitudes are ordered as their bits are, in all formats.
-        if let DType::F16 | DType::Bf16 = S::DTYPE {
-            let magnitude = op!(_mm256_set1_epi16(0x7FFF));
-            let mut largest = op!(_mm256_setzero_si256());
-            for x in x {
-                let from: *const __m256i = x.as_ptr().cast();
-                // SAFETY: sixteen elements of two bytes; the load asks for no alignment.
-                let bits = unsafe { _mm256_loadu_si256(from) };
-                let bits = op!(_mm256_and_si256(bits, magnitude));
-                largest = op!(_mm256_max_epu16(largest, bits));
-            }
-            let high = op!(_mm256_extracti128_si256::<1>(largest));
-            let eight = op!(_mm_max_epu16(_mm256_castsi256_si128(largest), high));
-            // There is an instruction for the smallest of eight, and none for the largest.
-            let ones = op!(_mm_set1_epi16(-1));
-            let smallest = op!(_mm_minpos_epu16(_mm_xor_si128(eight, ones)));
-            let largest = op!(_mm_xor_si128(smallest, ones));
-            return match S::DTYPE {
-                DType::F16 => op!(_mm_cvtss_f32(_mm_cvtph_ps(largest))),
-                _ => f32::from_bits(op!(_mm_cvtsi128_si32(largest)).cast_unsigned() << 16),
-            };
-        }
-        let magnitude = op!(_mm512_set1_epi32(0x7FFF_FFFF));
-        let mut largest = op!(_mm512_setzero_si512());
-        for x in x {
-            let bits = op!(_mm512_castps_si512(self.widen(x)));
-            let bits = op!(_mm512_and_si512(bits, magnitude));
-            largest = op!(_mm512_max_epu32(largest, bits));
-        }
-        f32::from_bits(op!(_mm512_reduce_max_epu32(largest)))
     }
 
     /// Of four vectors, lanes 8 apart and then 4: four lanes of each.
@@ -313,29 +266,39 @@ impl Isa for Avx512 {
 
     #[inline(always)]
     fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
-        let (lines, rest) = x.as_chunks::<WIDTH>();
-        let largest = self.largest(lines);
-        let stored = E8M8::round_up(largest / Q_MAX);
-        let scale = stored.to_f32();
-        // NaN and infinity, vectors that are no whole lines, zeros, and scales for which the
-        // products below could leave the range of normal numbers.
-        if !largest.is_finite() || !rest.is_empty() || !(1e-18..1e18).contains(&scale) {
-            return quantize_shared(x, q, counts);
-        }
-        // The correctly rounded quotient by Markstein's method, in a third of a division's time:
-        // the reciprocal is correctly rounded, the remainder exact. (For an exact tie, which is
-        // all that matters to the integer, it is so whatever the first estimate.)
-        let inverse = self.splat(1.0 / scale);
-        let minus_scale = self.splat(-scale);
-        for (x, q) in lines.iter().zip(q.as_chunks_mut::<WIDTH>().0) {
-            let x = self.widen(x);
-            let estimate = self.mul(x, inverse);
-            let remainder = self.fma(estimate, minus_scale, x);
-            let quotient = self.fma(remainder, inverse, estimate);
-            let integers = op!(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(quotient)));
-            memory_op!(_mm_storeu_si128(q.as_mut_ptr().cast(), integers));
-        }
-        stored
+        self.quantize_one(x, q, counts)
+    }
+
+    #[inline(always)]
+    fn quantize_some<S: Source>(
+        self,
+        x: [&[S]; AT_ONCE],
+        q: [&mut [u8]; AT_ONCE],
+        stores: Stores,
+        counts: &mut AppendCounts,
+    ) -> [E8M8; AT_ONCE] {
+        self.quantize_four(x, q, stores, counts)
+    }
+
+    #[inline(always)]
+    fn store_f16<S: Source>(self, x: &[S], row: &mut [u8], stores: Stores) {
+        self.store_halves(x, row, stores);
+    }
+
+    #[inline(always)]
+    fn store_bf16<S: Source>(self, x: &[S], row: &mut [u8], stores: Stores) {
+        self.store_brains(x, row, stores);
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        op!(_mm_sfence());
+    }
+
+    #[inline(always)]
+    fn prefetch_write(self, byte: *const u8) {
+        // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(byte.cast()) };
     }
 
     #[inline(always)]

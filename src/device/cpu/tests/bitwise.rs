@@ -193,9 +193,15 @@ fn the_batch_changes_no_bit() {
 
 #[test]
 fn what_is_stored_does_not_depend_on_threads_or_kernel() {
-    for format in FORMATS {
+    // Fewer heads than are quantised side by side, and more; steps that are stored past the
+    // caches, and others; a head_dim that ends within a cache line.
+    let shapes = [(3, 64), (5, 96)];
+    for (format, (kv_heads, head_dim)) in
+        FORMATS.into_iter().flat_map(|format| shapes.map(|shape| (format, shape)))
+    {
         let stored = |threads, kernel| {
-            let params = Params { format, threads, kernel, kv_heads: 3, ..Params::default() };
+            let params =
+                Params { format, threads, kernel, kv_heads, head_dim, ..Params::default() };
             let mut rig = Rig::new(params);
             rig.begin(0, 9);
             rig.append(0, 1200, 1000);

@@ -5,8 +5,9 @@ use half::{bf16, f16};
 use super::super::super::AppendCounts;
 use super::super::super::convert::Source;
 use super::super::super::quant::quantize_shared;
+use super::super::append::Stores;
 use super::super::kernel::Chosen;
-use super::super::lanes::Isa;
+use super::super::lanes::{AT_ONCE, Isa};
 use super::super::vnni::Vnni;
 use super::super::x86::Avx512;
 use super::rig::{FORMATS, Params, Rig, Values, value};
@@ -114,6 +115,19 @@ fn same<S: Source>(x: &[S]) {
     assert_eq!(fast_scale, slow_scale);
     assert_eq!(fast_counts, slow_counts);
     assert_eq!(fast, slow);
+    for stores in [Stores::Cached, Stores::Past] {
+        let mut four = vec![0_u8; AT_ONCE * x.len()];
+        let mut q: [&mut [u8]; AT_ONCE] = Default::default();
+        for (q, part) in q.iter_mut().zip(four.chunks_exact_mut(x.len())) {
+            *q = part;
+        }
+        let mut counts = AppendCounts::default();
+        let scales = isa.quantize_some([x; AT_ONCE], q, stores, &mut counts);
+        isa.fence();
+        assert_eq!(scales, [slow_scale; AT_ONCE]);
+        assert_eq!(counts.nonfinite, AT_ONCE as u64 * slow_counts.nonfinite);
+        assert!(four.chunks_exact(x.len()).all(|q| q == slow));
+    }
 }
 
 #[test]
