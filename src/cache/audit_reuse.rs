@@ -127,8 +127,8 @@ impl Cache {
             let should = state == Some(BlockState::Cached) && expiry.duration(block) != u64::MAX;
             require(timed == should, || format!("{block} has a time limit: {timed}"))?;
         }
-        require(index.len() == published, || {
-            format!("{published} blocks published, {} in the table", index.len())
+        require(index.len() == (published, published), || {
+            format!("{published} blocks published, {:?} counted and in the table", index.len())
         })?;
         self.check_eviction_order(lead)?;
         self.check_attached()?;

@@ -69,6 +69,7 @@ impl Cache {
     pub(super) fn withdraw_tails(&mut self) {
         while let Some((group, block)) = self.batch.withdrawn.pop() {
             self.forget(group as usize, BlockId(block));
+            self.counters.blocks_withdrawn += 1;
         }
     }
 

@@ -1,6 +1,7 @@
 //! Giving blocks back: to those who share them, to the cached lists, to the free list.
 
 use super::Cache;
+use super::prefix::PrefixIndex;
 use crate::plan::NO_BLOCK;
 use crate::pool::BlockStore;
 use crate::units::BlockId;
@@ -116,6 +117,12 @@ impl Cache {
             while let Some(victim) = self.pool.store(group).and_then(|store| store.victim()) {
                 self.evict(group, victim);
             }
+        }
+        if let Some(reuse) = &mut self.reuse
+            && reuse.index.as_ref().is_some_and(PrefixIndex::is_empty)
+        {
+            // Nothing is left: here a reader that has lost events can begin again.
+            reuse.events.cleared(lead);
         }
         self.forget_donors();
     }

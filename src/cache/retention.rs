@@ -2,7 +2,7 @@
 //!
 //! A block's priority decides when it is evicted (`pool/lru.rs`). The range of tokens that gave it
 //! may have a time limit; when it has passed since the block was last held, the block falls back
-//! to the default. Time is what the caller says it is ([`Cache::set_time_ms`]): nothing here looks
+//! to the default, as the youngest of that class. Time is what the caller says it is ([`Cache::set_time_ms`]): nothing here looks
 //! at a clock, so the same calls give the same evictions (P10).
 
 use super::{Cache, SeqHandle};

@@ -66,6 +66,9 @@ pub struct Stats {
     pub evictions: u64,
     /// Blocks copied before a write because others held them too.
     pub cow_copies: u64,
+    /// Shareable blocks taken out of the index to be written in place, by a sequence that was
+    /// rewound into them.
+    pub blocks_withdrawn: u64,
     /// Blocks of which a part was copied for a new sequence.
     pub partial_copies: u64,
     /// Blocks of which a part was of use, taken over without copying.

@@ -107,7 +107,8 @@ impl Driver {
     /// goes back; only what it evicted is gone.
     pub(super) fn cancel_step(&mut self) -> Result<(), CacheError> {
         let planned = self.plan_step();
-        let before = (self.cache.state_digest(), self.cache.stats().evictions);
+        let gone = |cache: &Cache| cache.stats().evictions + cache.stats().blocks_withdrawn;
+        let before = (self.cache.state_digest(), gone(&self.cache));
         let leak = self.chance(4);
         let contents = self.checks.contents;
         let geometry = self.cache.plan().geometry.clone();
@@ -125,7 +126,7 @@ impl Driver {
             }
             Ok(())
         })?;
-        if self.cache.stats().evictions == before.1 && !leak {
+        if gone(&self.cache) == before.1 && !leak {
             assert_eq!(self.cache.state_digest(), before.0, "a cancelled step left a trace");
         }
         for at in 0..self.live.len() {

@@ -107,9 +107,10 @@ impl World {
             Op::Step(at, tokens, id) => self.step(&[at], tokens, id),
             Op::StepAll => self.step(&(0..self.live.len()).collect::<Vec<_>>(), 4, 1),
             Op::Cancel(at) => {
-                let before = (self.cache.state_digest(), self.cache.stats().evictions);
+                let gone = |cache: &Cache| cache.stats().evictions + cache.stats().blocks_withdrawn;
+                let before = (self.cache.state_digest(), gone(&self.cache));
                 self.cache.reserve(&[(self.live[at].0.seq, 8)])?.cancel();
-                let kept = self.cache.stats().evictions == before.1;
+                let kept = gone(&self.cache) == before.1;
                 assert!(
                     !kept || self.cache.state_digest() == before.0,
                     "a trace of a cancelled step"

@@ -78,10 +78,12 @@ fn edge_21_near_equals_in_one_bucket() {
         prompt[which] = 2;
         prompt
     };
-    for which in 0..24 {
+    // Less than half a block in common: what is found in part is copied, not taken over.
+    let few = || (0..24).filter(|which| which % 8 < 4);
+    for which in few() {
         rig.pass(&near(which));
     }
-    for which in 0..24 {
+    for which in few() {
         let found = rig.cache.probe(&near(which), &Ns::default().options());
         assert_eq!((found.full_blocks, found.cached_len), (3, 24), "{which}");
         let mut other = near(which);

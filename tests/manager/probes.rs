@@ -27,7 +27,11 @@ fn driver(spec: &Spec, seed: u64) -> Driver {
 fn hold(driver: &mut Driver, prompt: &[u32]) {
     let begun = driver.cache.begin(prompt, up_to(prompt.len() as u32)).expect("admitted");
     let left = prompt.len() as u32 - begun.cached_len;
-    skip(driver.cache.reserve(&[(begun.sequence, left)]).expect("promised")).expect("whole");
+    let most = driver.cache.plan().limits.max_step_tokens;
+    for done in (0..left).step_by(most as usize) {
+        let batch = [(begun.sequence, most.min(left - done))];
+        skip(driver.cache.reserve(&batch).expect("promised")).expect("whole");
+    }
     driver.cache.pin(begun.sequence).expect("alive");
     driver.cache.release(begun.sequence).expect("alive");
 }
@@ -83,7 +87,7 @@ fn edge_32_probes_from_eight_threads_beside_a_writer() {
 #[test]
 fn edge_32_a_prober_agrees_with_the_cache() {
     for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
-        for windows in [vec![0], vec![0, 9], vec![9]] {
+        for windows in [vec![0], vec![0, 9]] {
             let spec = Spec {
                 admission,
                 windows,

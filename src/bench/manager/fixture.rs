@@ -32,12 +32,16 @@ const FILL_SEQS: u32 = 1024;
 const FILL_TOKENS: u32 = 1 << 22;
 
 /// Pseudo-random numbers from a fixed seed (splitmix64).
-pub(super) struct Random(pub(super) u64);
+pub(super) struct Random {
+    state: u64,
+    /// Prompts made so far.
+    prompts: u32,
+}
 
 impl Random {
     fn next(&mut self) -> u32 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
+        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.state;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         ((z ^ (z >> 31)) >> 32) as u32
@@ -48,9 +52,14 @@ impl Random {
         ((u64::from(self.next()) * u64::from(end)) >> 32) as u32
     }
 
-    /// Token ids of a vocabulary of 131,072.
+    /// A new prompt: token ids of a vocabulary of 131,072, but for the first, which no other prompt
+    /// has, so that nothing of it is found.
     pub(super) fn tokens(&mut self, out: &mut [u32]) {
         out.fill_with(|| self.next() >> 15);
+        self.prompts += 1;
+        if let Some(first) = out.first_mut() {
+            *first = (1 << 17) + self.prompts;
+        }
     }
 
     /// A new prompt.
@@ -98,7 +107,7 @@ impl Fixture {
         let plan = Plan::new(&source.config, &source.geometry).map_err(OpenError::Plan)?;
         check_memory(plan.host_bytes)?;
         let device = Box::new(NullDevice::open(&plan));
-        Ok(Self { cache: Cache::open(plan, device)?, random: Random(1) })
+        Ok(Self { cache: Cache::open(plan, device)?, random: Random { state: 1, prompts: 0 } })
     }
 
     /// A cache in which every block is cached, and the oldest come in no order.
@@ -118,9 +127,8 @@ impl Fixture {
             let mut batch = Vec::new();
             for _ in 0..now {
                 let prompt = self.random.prompt(TOKENS_PER_BLOCK);
-                // Two random prompts may begin alike.
-                let Begun { sequence, cached_len, .. } = self.begin(&prompt, TOKENS_PER_BLOCK)?;
-                batch.push((sequence, TOKENS_PER_BLOCK - cached_len));
+                let sequence = self.begin(&prompt, TOKENS_PER_BLOCK)?.sequence;
+                batch.push((sequence, TOKENS_PER_BLOCK));
             }
             self.step(&batch)?;
             alive.extend(batch.iter().map(|(sequence, _)| *sequence));
@@ -202,8 +210,8 @@ mod tests {
 
     #[test]
     fn numbers_below_are_below() {
-        let mut random = Random(7);
+        let mut random = Random { state: 7, prompts: 0 };
         assert!((0..1000).all(|_| random.below(3) < 3));
-        assert!(random.prompt(1001).iter().all(|token| *token < 1 << 17));
+        assert!(random.prompt(1001)[1..].iter().all(|token| *token < 1 << 17));
     }
 }

@@ -54,6 +54,8 @@ pub(super) struct PrefixIndex {
     /// For each of their blocks, the block of the lead group that it is attached to.
     /// `[windowed groups][blocks]`
     lead_of: Vec<Vec<u32>>,
+    /// Published blocks.
+    published: usize,
     /// The epoch that new sequences begin in.
     pub(super) epoch: u64,
 }
@@ -78,6 +80,7 @@ impl PrefixIndex {
             lead_of: lead_of.map(|units| vec![NO_BLOCK; units]).collect(),
             windows: windowed.iter().map(|g| Window::of(plan, *g)).collect(),
             windowed,
+            published: 0,
             epoch: 0,
         })
     }
@@ -226,6 +229,7 @@ impl PrefixIndex {
         class: u8,
     ) {
         self.names.add(ns);
+        self.published += 1;
         let shared = &self.shared;
         shared.version.write(|| {
             shared.store_tokens(block, tokens);
@@ -245,6 +249,7 @@ impl PrefixIndex {
     /// detached.
     pub(super) fn remove(&mut self, block: u32) {
         debug_assert!(self.is_published(block) && self.is_leaf(block), "a published leaf");
+        self.published -= 1;
         let shared = &self.shared;
         let node = &shared.nodes[block as usize];
         let (parent, ns) = halves(node.up.load(Relaxed));
@@ -349,12 +354,18 @@ impl PrefixIndex {
             }
         });
         self.names.clear();
+        self.published = 0;
         self.lead_of.iter_mut().flatten().for_each(|lead| *lead = NO_BLOCK);
     }
 
-    /// Values in the table: as many as there are published blocks.
-    pub(super) fn len(&self) -> usize {
-        self.shared.table.len()
+    /// Published blocks, as counted, and as the table has them.
+    pub(super) fn len(&self) -> (usize, usize) {
+        (self.published, self.shared.table.len())
+    }
+
+    /// Whether no block is published.
+    pub(super) fn is_empty(&self) -> bool {
+        self.published == 0
     }
 
     /// Ids in use with their references, and the free ids.
