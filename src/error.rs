@@ -485,6 +485,12 @@ pub enum CacheError {
         /// How many there are.
         limit: u32,
     },
+    /// The operation would make reservations outdated.
+    #[error("{held} reservations are held; begin or cancel them first")]
+    ReservationsHeld {
+        /// How many.
+        held: u32,
+    },
     /// A pin that was let go, or never given out.
     #[error("the pin handle (slot {slot}, generation {generation}) is not alive")]
     StalePin {

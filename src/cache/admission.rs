@@ -131,7 +131,11 @@ impl Cache {
     #[expect(clippy::needless_pass_by_value, reason = "a reservation is used once")]
     pub fn begin_reserved(&mut self, reservation: Reservation) -> Result<Begun, CacheError> {
         let slot = self.seqs.check(reservation.begun.sequence)?;
-        self.seqs.record_mut(slot).reserved = false;
+        self.begun += 1;
+        let record = self.seqs.record_mut(slot);
+        record.reserved = false;
+        // It is as old as its beginning, not as its reservation.
+        record.begun = self.begun;
         Ok(reservation.begun)
     }
 
@@ -375,11 +379,7 @@ impl Cache {
         let record = self.seqs.record_mut(slot);
         record.len = found.len;
         record.high_water = found.len;
-        record.written = if found.donor.is_some_and(|donor| donor.slot == slot) {
-            record.written.max(found.len)
-        } else {
-            found.len
-        };
+        record.written = if found.donor.is_some() { record.written.max(found.len) } else { 0 };
         for group in 0..self.plan.groups.len() {
             self.live_tokens[group] += self.live_in(group, slot);
             self.set_tail(group, slot, true);
@@ -387,7 +387,9 @@ impl Cache {
         self.counters.seqs_begun += 1;
         let Some(reuse) = &mut self.reuse else { return Ok(()) };
         let known = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        self.seqs.record_mut(slot).known = known;
+        let record = self.seqs.record_mut(slot);
+        record.known = known;
+        record.settles_late = options.lookahead_tokens > 0;
         reuse.tokens_mut(slot)[..prompt.len()].copy_from_slice(prompt);
         let share = &mut reuse.seqs[slot as usize];
         share.retentions = options.retention;

@@ -378,6 +378,8 @@ impl Cache {
             && new_len & self.block_mask != 0
             && len >> self.block_shift == new_len >> self.block_shift;
         for group in 0..self.plan.groups.len() {
+            // Its last block was copied if anyone else held it: it is its own now.
+            self.seqs.state_mut(slot, group).shared_tail = false;
             if self.plan.groups[group].window.is_none() {
                 self.live_tokens[group] += u64::from(rows);
             } else {
@@ -401,9 +403,9 @@ impl Cache {
             for group in 0..self.plan.groups.len() {
                 self.set_tail(group, slot, true);
             }
-            if self.reuse.is_some() {
-                self.publish(slot);
-            }
+        }
+        if self.reuse.is_some() && (!same_tail || self.seqs.record(slot).settles_late) {
+            self.publish(slot);
         }
         for group in 0..self.plan.groups.len() {
             if self.plan.groups[group].window.is_some() {

@@ -40,7 +40,6 @@ impl Cache {
         let len = self.seqs.record(slot).len;
         let per_block = self.plan.groups[group].layout.unit_tokens;
         if len.is_multiple_of(per_block) {
-            self.seqs.state_mut(slot, group).shared_tail = false;
             return;
         }
         let at = len / per_block;
@@ -49,11 +48,11 @@ impl Cache {
         let is_leaf =
             self.lead() != Some(group) || self.index().is_some_and(|index| index.is_leaf(block));
         let Some(store) = self.pool.store_mut(group) else { return };
-        if store.holders(BlockId(block)) == 1 && !shareable {
-            self.seqs.state_mut(slot, group).shared_tail = false;
-            return;
-        }
-        if store.holders(BlockId(block)) == 1 && is_leaf {
+        if store.holders(BlockId(block)) == 1 && (!shareable || is_leaf) {
+            self.write_in_place(group, slot, block);
+            if !shareable {
+                return;
+            }
             // Nobody holds it or goes on from it: taken out of the index it can be written.
             let group = u32::try_from(group).unwrap_or(u32::MAX);
             self.batch.withdrawn.push((group, block));
@@ -63,6 +62,23 @@ impl Cache {
         self.batch.wanted[group] += 1;
         let group = u32::try_from(group).unwrap_or(u32::MAX);
         self.batch.replaced.push(Replaced { group, slot, at, block });
+    }
+
+    /// A row is the only one left that holds its last block. If others of this step held it too,
+    /// the longest of them writes in place and this one copies in its stead: what is written
+    /// behind the longest is behind all of them, should the step be cancelled.
+    fn write_in_place(&mut self, group: usize, slot: u32, block: u32) {
+        let of_group =
+            |replaced: &&mut Replaced| replaced.group as usize == group && replaced.block == block;
+        let seqs = &self.seqs;
+        let longest = self.batch.replaced.iter_mut().filter(of_group);
+        let longest = longest.max_by_key(|replaced| seqs.record(replaced.slot).len);
+        if let Some(other) = longest
+            && seqs.record(other.slot).len > seqs.record(slot).len
+        {
+            // Both end in the same block, so at the same place of their rows.
+            other.slot = slot;
+        }
     }
 
     /// Takes the last blocks out of the index that a step writes in place.
@@ -135,11 +151,10 @@ impl Cache {
     /// Lets the blocks go that a committed step has copied.
     pub(super) fn drop_replaced(&mut self) {
         for n in 0..self.batch.replaced.len() {
-            let Replaced { group, slot, block, .. } = self.batch.replaced[n];
+            let Replaced { group, block, .. } = self.batch.replaced[n];
             let group = group as usize;
             let block = BlockId(block);
             let keep = self.is_shareable(group, block);
-            self.seqs.state_mut(slot, group).shared_tail = false;
             let Some(store) = self.pool.store_mut(group) else { continue };
             let last = store.drop_hold(block, keep);
             debug_assert!(last.is_ok(), "the step has held it");

@@ -137,12 +137,15 @@ impl Cache {
                 self.copy_prefix(group, donor.slot, slot, donor.len)?;
             }
         }
-        self.seqs.record_mut(slot).written = donor.len;
+        // The same places hold tokens as in the donor's slot, and no others.
+        self.seqs.record_mut(slot).written = self.seqs.record(donor.slot).written;
         self.counters.donor_copies += 1;
         Ok(())
     }
 
-    /// Copies what a sequence of `len` tokens needs of a contiguous group to another slot.
+    /// Copies the first `len` tokens of a contiguous group to another slot, as far as the slot
+    /// still has them: also those that have left the window, so that the new slot can be a donor
+    /// for all that this one could be.
     fn copy_prefix(
         &mut self,
         group: usize,
@@ -151,8 +154,14 @@ impl Cache {
         len: u32,
     ) -> Result<(), CacheError> {
         let layout = &self.plan.groups[group].layout;
-        let kept_from = self.plan.keep_from(group_idx(group), len).min(len);
-        let sinks = layout.sink_tokens.min(kept_from);
+        let overwritten = match layout.addressing {
+            Addressing::Ring => {
+                self.seqs.record(from).written.saturating_sub(layout.ring_tokens).min(len)
+            }
+            Addressing::Slot | Addressing::Blocks => 0,
+        };
+        let sinks = layout.sink_tokens.min(len);
+        let kept_from = overwritten.max(sinks);
         let view = SeqView { layout, table: &[], slot: from };
         for (mut position, end) in [(0, sinks), (kept_from, len)] {
             while position < end {

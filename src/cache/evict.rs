@@ -77,8 +77,10 @@ impl Cache {
             let windowed = index.windowed().iter().position(|of| *of == group);
             if let Some(windowed) = windowed {
                 let lead_block = index.lead_of(windowed, block.0);
-                index.detach(windowed, lead_block);
-                reuse.events.removed(group, block.0);
+                if lead_block != NO_BLOCK {
+                    index.detach(windowed, lead_block);
+                    reuse.events.removed(group, block.0);
+                }
             }
             return;
         }

@@ -31,6 +31,7 @@ impl Cache {
             copy.len = record.len;
             copy.high_water = record.high_water;
             copy.known = record.known;
+            copy.settles_late = record.settles_late;
             copy.written = record.written;
         }
         self.share_tokens(source, target);

@@ -97,7 +97,7 @@ impl Cache {
         let slot = self.seqs.check(sequence)?;
         let Some(reuse) = &self.reuse else { return Err(CacheError::ReuseOff) };
         let Some(index) = &reuse.index else { return Err(CacheError::ReuseOff) };
-        let blocks = reuse.seqs[slot as usize].published;
+        let blocks = self.published_blocks(slot);
         if blocks == 0 {
             return Err(CacheError::NothingToPin);
         }
@@ -147,6 +147,28 @@ impl Cache {
         let generation = record.generation + 1;
         *record = Record { generation, last, blocks, alive: true };
         Ok(PinHandle { cache_id, slot: at, generation })
+    }
+
+    /// Blocks of a row that are published, from the first on: also those that a fork has published
+    /// since.
+    fn published_blocks(&self, slot: u32) -> u32 {
+        let Some(super::reuse::Reuse { index: Some(index), seqs, .. }) = &self.reuse else {
+            return 0;
+        };
+        let mut blocks = seqs[slot as usize].published;
+        let whole = self.seqs.record(slot).len / self.plan.tokens_per_block;
+        while blocks < whole {
+            let block = self.entry(index.lead(), slot, blocks);
+            let parent = match blocks {
+                0 => NO_BLOCK,
+                at => self.entry(index.lead(), slot, at - 1),
+            };
+            if !index.is_published(block) || index.parent(block) != parent {
+                break;
+            }
+            blocks += 1;
+        }
+        blocks
     }
 
     /// The blocks of a windowed group that a pin of a sequence's first `blocks` blocks covers: the

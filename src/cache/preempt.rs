@@ -17,7 +17,7 @@ pub struct Preempted {
 
 impl Cache {
     /// Under max-utilization, when a step finds too few blocks: releases the youngest sequence, to
-    /// be begun again with all its tokens. Never the only one, so the oldest always ends.
+    /// be begun again with all its tokens. Never the only one that runs, so the oldest always ends.
     ///
     /// From then on until a sequence is released, `begin` leaves a block free for each sequence
     /// that runs: what comes back is not the next to go, so that preemption cannot ping-pong.
@@ -25,14 +25,19 @@ impl Cache {
     /// `None` when there is nobody to preempt, or when admission promised the blocks.
     pub fn preempt_youngest(&mut self) -> Option<Preempted> {
         self.abandon_step();
-        if self.plan.admission != Admission::MaxUtilization || self.seqs.alive() < 2 {
+        if self.plan.admission != Admission::MaxUtilization {
             return None;
         }
-        let alive = (0..self.plan.seq_slots).filter(|slot| {
-            let record = self.seqs.record(*slot);
-            record.alive && !record.reserved
-        });
-        let slot = alive.max_by_key(|slot| self.seqs.record(*slot).begun)?;
+        let running = || {
+            (0..self.plan.seq_slots).filter(|slot| {
+                let record = self.seqs.record(*slot);
+                record.alive && !record.reserved
+            })
+        };
+        if running().count() < 2 {
+            return None;
+        }
+        let slot = running().max_by_key(|slot| self.seqs.record(*slot).begun)?;
         let record = *self.seqs.record(slot);
         let sequence = self.seqs.handle(slot);
         self.release_slot(slot);

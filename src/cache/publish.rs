@@ -22,7 +22,8 @@ impl Cache {
         let first = share.published;
         let mut parent = if first == 0 { NO_BLOCK } else { self.entry(lead, slot, first - 1) };
         for at in first..settled / per_block {
-            parent = self.publish_block(lead, slot, at, parent);
+            let Some(block) = self.publish_block(lead, slot, at, parent) else { return };
+            parent = block;
             if let Some(reuse) = &mut self.reuse {
                 reuse.seqs[slot as usize].published = at + 1;
             }
@@ -37,12 +38,14 @@ impl Cache {
     }
 
     /// Publishes one block of a row; gives the block that stands for these tokens from now on.
-    fn publish_block(&mut self, lead: usize, slot: u32, at: u32, parent: u32) -> u32 {
+    /// `None` when the index has another one and taking that would cost a block that is not
+    /// there: then it is tried again later.
+    fn publish_block(&mut self, lead: usize, slot: u32, at: u32, parent: u32) -> Option<u32> {
         let per_block = self.plan.tokens_per_block;
         let own = self.entry(lead, slot, at);
         let Some(Reuse { index: Some(index), seqs, tokens, events, expiry, .. }) = &mut self.reuse
         else {
-            return own;
+            return None;
         };
         let share = &seqs[slot as usize];
         let ns = share.keys.at(at);
@@ -54,6 +57,13 @@ impl Cache {
         let block = match index.find(hash, parent, ns, tokens) {
             Some(block) if block == own => own,
             Some(block) => {
+                // Its own comes back only if nobody else holds it, and a cached one stops being
+                // available: both together take a block that nothing was promised for.
+                let store = self.pool.store(lead)?;
+                let costs = store.holders(BlockId(own)) > 1 && store.holders(BlockId(block)) == 0;
+                if costs && store.unpromised() == 0 {
+                    return None;
+                }
                 self.swap_for(lead, slot, at, block);
                 self.counters.blocks_deduplicated += 1;
                 block
@@ -73,7 +83,7 @@ impl Cache {
         for windowed in 0..self.windowed_groups() {
             self.attach(windowed, slot, at, block, class);
         }
-        block
+        Some(block)
     }
 
     /// Attaches a sequence's block of a windowed group to the published block of the same tokens,

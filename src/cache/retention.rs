@@ -287,14 +287,14 @@ impl Cache {
     }
 
     /// Gives a published block a priority of its own. It counts for as much as the highest of its
-    /// children, which must go first; so do its parents, as far up as that changes them.
+    /// children, which must go first; so do its parents, as far up as that changes their order.
     pub(super) fn set_own_class(&mut self, block: u32, class: u8) {
         let Some(index) = self.reuse.as_ref().and_then(|reuse| reuse.index.as_ref()) else {
             return;
         };
         index.set_own_class(block, class);
         let lead = index.lead();
-        let mut at = block;
+        let (mut at, mut moved) = (block, class);
         while at != NO_BLOCK {
             let Some(index) = self.reuse.as_ref().and_then(|reuse| reuse.index.as_ref()) else {
                 return;
@@ -302,10 +302,15 @@ impl Cache {
             let Some(store) = self.pool.store_mut(lead) else { return };
             let children = index.children(at).map(|child| store.class(BlockId(child))).max();
             let class = children.unwrap_or(0).max(index.own_class(at));
-            if class == store.class(BlockId(at)) && at != block {
+            if class != store.class(BlockId(at)) {
+                store.set_class(BlockId(at), class);
+            } else if at == block || class != moved {
                 return;
+            } else {
+                // The child has just become the youngest of this class: its parent is younger.
+                store.renew(BlockId(at));
             }
-            store.set_class(BlockId(at), class);
+            moved = class;
             let parent = index.parent(at);
             for windowed in 0..index.windowed().len() {
                 let attached = index.attached(windowed, at);

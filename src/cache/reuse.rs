@@ -216,14 +216,25 @@ impl Cache {
 
     /// New sequences begin in another epoch: what was cached before is not found any more, because
     /// the weights or an adapter changed. Sequences that run keep what they have.
-    pub fn set_epoch(&mut self, epoch: u64) {
+    ///
+    /// # Errors
+    /// [`CacheError::ReservationsHeld`]: a reservation holds a match of the old epoch, which its
+    /// sequence would go on from. Begin or cancel it first; nothing changes.
+    pub fn set_epoch(&mut self, epoch: u64) -> Result<(), CacheError> {
         self.abandon_step();
+        let reserved = self.seqs.records.iter().filter(|record| record.reserved).count();
+        if reserved > 0 {
+            // At most `seq_slots`, a u32.
+            let held = u32::try_from(reserved).unwrap_or(u32::MAX);
+            return Err(CacheError::ReservationsHeld { held });
+        }
         if let Some(reuse) = &mut self.reuse {
             reuse.epoch = epoch;
             if let Some(index) = &mut reuse.index {
                 index.epoch = epoch;
             }
         }
+        Ok(())
     }
 
     /// The longest prefix of a prompt that every group can give.

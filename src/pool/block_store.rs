@@ -242,7 +242,6 @@ impl BlockStore {
         self.free -= 1;
         record.state = BlockState::Active;
         record.refs = 1;
-        record.class = DEFAULT_PRIORITY;
         Some(BlockId(id))
     }
 
@@ -428,6 +427,14 @@ impl BlockStore {
         }
     }
 
+    /// Makes a cached block the youngest of its class.
+    pub(crate) fn renew(&mut self, block: BlockId) {
+        if self.records.get(block.index()).is_some_and(|r| r.state == BlockState::Cached) {
+            self.lists.unlink(&mut self.records, block.0);
+            self.lists.push(&mut self.records, block.0);
+        }
+    }
+
     /// The cached block that is evicted next: the oldest of the lowest class.
     #[must_use]
     pub fn victim(&self) -> Option<BlockId> {
@@ -453,6 +460,7 @@ impl BlockStore {
     fn set_free(&mut self, block: BlockId) {
         let record = &mut self.records[block.index()];
         record.state = BlockState::Free;
+        record.class = DEFAULT_PRIORITY;
         record.generation += 1;
         record.next = self.free_head;
         self.free_head = block.0;

@@ -267,7 +267,7 @@ impl Driver {
 
     /// Whether admission promises that steps succeed.
     pub(super) fn promised(&self) -> bool {
-        self.spec.admission == Admission::Guaranteed
+        self.spec.admission != Admission::MaxUtilization
     }
 
     /// A namespace; most often the plain one, so that prefixes meet.

@@ -81,7 +81,9 @@ impl Driver {
         let whole = probe.full_blocks * self.spec.tokens_per_block;
         let donors = self.cache.plan().reuse.has_donors();
         begun.cached_len == probe.cached_len
-            || (probe.partial_tokens > 0 && (begun.cached_len == whole || donors))
+            || (probe.partial_tokens > 0 && begun.cached_len == whole)
+            // A slot that it would have taken over may be another's by then.
+            || donors
     }
 
     /// All or nothing; every match is claimed before anything is evicted.

@@ -30,7 +30,14 @@ impl Driver {
         };
         let result = self.call(|cache| cache.truncate(live.seq, len));
         match result {
-            Ok(()) => self.live[at].text.truncate(len),
+            Ok(()) => {
+                let live = &mut self.live[at];
+                if len < live.text.len() {
+                    // What the prompt had behind it is not announced any more.
+                    live.prompt.truncate(len as usize);
+                }
+                live.text.truncate(len);
+            }
             Err(CacheError::TruncateBeyondEnd { .. }) => assert!(len > now),
             // Under guaranteed admission the copy that a later write needs cannot be promised.
             Err(CacheError::NotAdmitted { .. }) => assert!(self.promised()),
@@ -65,7 +72,8 @@ impl Driver {
         let mut text = live.text;
         text.truncate(text.len().saturating_sub(live.lookahead).min(text.known()));
         let tokens: Vec<u32> = text.tokens.iter().map(|token| *token as u32).collect();
-        let full_blocks = match text.epoch == self.epoch {
+        // Behind a look-ahead others may have published what this one has not yet.
+        let full_blocks = match text.epoch == self.epoch && live.lookahead == 0 {
             true => self.cache.probe(&tokens, &text.ns.options()).full_blocks,
             false => 0,
         };
@@ -104,9 +112,12 @@ impl Driver {
             return Ok(());
         }
         if self.chance(2) {
-            self.epoch = self.rng.below(3);
-            let epoch = self.epoch;
-            self.cache.set_epoch(epoch);
+            let epoch = self.rng.below(3);
+            let changed = self.call(|cache| cache.set_epoch(epoch));
+            // What a reservation holds is of the epoch that it was made in.
+            assert_eq!(changed.is_err(), !self.held.is_empty(), "{changed:?}");
+            changed?;
+            self.epoch = epoch;
         } else {
             self.cache.clear_cached();
             if self.live.is_empty() && self.pins.is_empty() && self.held.is_empty() {

@@ -198,7 +198,7 @@ fn edge_30_an_epoch_makes_old_blocks_unreachable() {
     let prompt = tokens(0, 25);
     let mut old = rig.begin(&prompt, Ns::default(), up_to(40)).expect("fits");
     rig.prefill(&mut old, &prompt);
-    rig.cache.set_epoch(1);
+    rig.cache.set_epoch(1).expect("nothing is reserved");
     rig.epoch = 1;
     rig.cache.check_invariants().expect("invariants");
     assert_eq!(rig.found(&prompt), 0);
