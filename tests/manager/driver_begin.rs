@@ -63,7 +63,7 @@ impl Driver {
             (Ok(begun), Ok(estimate)) => {
                 assert_eq!(begun.limit, estimate.limit);
                 assert_eq!(estimate.cached_len, probe.cached_len, "the probe said another length");
-                assert!(self.may_come_of(&probe, &begun), "{probe:?} came to {begun:?}");
+                assert!(self.may_come_of(&probe, &begun, false), "{probe:?} came to {begun:?}");
                 self.note_begun(&wanted, begun);
                 Ok(())
             }
@@ -77,13 +77,14 @@ impl Driver {
 
     /// Whether a sequence may begin so after a probe: with what it said, or without the tokens of
     /// the last block, if no block was left to copy them to.
-    fn may_come_of(&self, probe: &Probe, begun: &Begun) -> bool {
+    fn may_come_of(&self, probe: &Probe, begun: &Begun, in_batch: bool) -> bool {
         let whole = probe.full_blocks * self.spec.tokens_per_block;
         let donors = self.cache.plan().reuse.has_donors();
         begun.cached_len == probe.cached_len
             || (probe.partial_tokens > 0 && begun.cached_len == whole)
-            // A slot that it would have taken over may be another's by then.
-            || donors
+            // Where a donor had the part too, nothing is left; and in a batch a slot that it would
+            // have taken over may be another's by then.
+            || (donors && (in_batch || (probe.partial_tokens > 0 && begun.cached_len == 0)))
     }
 
     /// All or nothing; every match is claimed before anything is evicted.
@@ -107,7 +108,10 @@ impl Driver {
         self.check_invariants();
         assert_eq!(begun.len(), wanted.len());
         for ((wanted, begun), probe) in wanted.iter().zip(begun).zip(probes) {
-            assert!(self.may_come_of(&probe, &begun), "an early one took it: {probe:?}, {begun:?}");
+            assert!(
+                self.may_come_of(&probe, &begun, true),
+                "an early one took it: {probe:?}, {begun:?}"
+            );
             self.note_begun(wanted, begun);
         }
         Ok(())

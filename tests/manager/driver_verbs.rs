@@ -140,8 +140,10 @@ impl Driver {
         self.call(|cache| cache.reset()).inspect_err(|_| assert!(busy))?;
         if !busy {
             self.committed.clear();
+            let delivered = self.replay.delivered;
             self.replay = super::events::Replay::default();
             self.replay.blind = true;
+            self.replay.delivered = delivered;
         }
         Ok(())
     }

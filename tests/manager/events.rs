@@ -304,8 +304,7 @@ fn edge_56_events_of_every_plan_are_consistent() {
                 driver.poll().expect("never refused");
             }
             driver.finish();
-            // Since the last reset, which the driver calls when nothing is alive.
-            assert!(driver.replay.delivered > 0);
+            assert!(driver.replay.delivered > 100);
         }
     }
 }

@@ -1,0 +1,17 @@
+//! One error type a layer. Every variant carries the numbers, and its text says what was wanted,
+//! what there was, and which setting to change.
+//!
+//! The errors of the verbs ([`CacheError`], [`DeviceError`]) own no heap memory: making one
+//! allocates nothing, so a refused call keeps promise P1.
+
+mod cache;
+mod config;
+mod device;
+mod job;
+mod plan;
+
+pub use cache::{BatchRefused, CacheError, InvariantError};
+pub use config::{ConfigError, Origin};
+pub use device::DeviceError;
+pub use job::{JobError, OpenError};
+pub use plan::PlanError;
