@@ -111,6 +111,8 @@ pub(super) struct Expiry {
     heap: Vec<u32>,
     /// Where in the heap a block is; [`NO_BLOCK`] for nowhere. `[blocks]`
     place: Vec<u32>,
+    /// Blocks with a time limit: where there are none, the tables need not be looked at.
+    limited: u32,
     pub(super) now_ms: u64,
 }
 
@@ -123,14 +125,22 @@ impl Expiry {
             limits: huge_vec(len, |_| Limit { duration_ms: u64::MAX, at_ms: u64::MAX }),
             heap: Vec::with_capacity(len),
             place: huge_vec(len, |_| NO_BLOCK),
+            limited: 0,
             now_ms: 0,
         }
     }
 
     /// Gives a block a time limit, or none (`u64::MAX`); it runs from the next time that the
     /// block is cached.
+    #[inline]
     pub(super) fn set_duration(&mut self, block: u32, duration_ms: u64) {
-        self.limits[block as usize].duration_ms = duration_ms;
+        if duration_ms == u64::MAX && self.limited == 0 {
+            return;
+        }
+        let limit = &mut self.limits[block as usize];
+        self.limited += u32::from(duration_ms != u64::MAX);
+        self.limited -= u32::from(limit.duration_ms != u64::MAX);
+        limit.duration_ms = duration_ms;
     }
 
     /// The time limit of a block.
@@ -139,7 +149,11 @@ impl Expiry {
     }
 
     /// Notes that a block is cached from now on.
+    #[inline]
     pub(super) fn start(&mut self, block: u32) {
+        if self.limited == 0 {
+            return;
+        }
         let limit = &mut self.limits[block as usize];
         if limit.duration_ms != u64::MAX {
             limit.at_ms = self.now_ms.saturating_add(limit.duration_ms);
@@ -149,13 +163,17 @@ impl Expiry {
 
     /// Puts a block back that was taken out by mistake of a verb that was undone.
     pub(super) fn restart(&mut self, block: u32) {
-        if self.limits[block as usize].duration_ms != u64::MAX {
+        if self.limited > 0 && self.limits[block as usize].duration_ms != u64::MAX {
             self.insert(block);
         }
     }
 
     /// Notes that a block is not cached any more.
+    #[inline]
     pub(super) fn stop(&mut self, block: u32) {
+        if self.heap.is_empty() {
+            return;
+        }
         let at = self.place[block as usize];
         if at == NO_BLOCK {
             return;
@@ -176,13 +194,14 @@ impl Expiry {
             return None;
         }
         self.stop(first);
-        self.limits[first as usize].duration_ms = u64::MAX;
+        self.set_duration(first, u64::MAX);
         Some(first)
     }
 
     /// Forgets everything but the time.
     pub(super) fn clear(&mut self) {
         self.heap.clear();
+        self.limited = 0;
         self.place.fill(NO_BLOCK);
         self.limits.fill(Limit { duration_ms: u64::MAX, at_ms: u64::MAX });
     }

@@ -169,6 +169,17 @@ impl Shared {
 
     /// Writes a block's tokens.
     pub(super) fn store_tokens(&self, block: u32, tokens: &[u32]) {
+        let per_block = self.tokens_per_block as usize / LINE_TOKENS;
+        if per_block > 0 {
+            let start = block as usize * per_block;
+            let lines = &self.lines[start..start + per_block];
+            for (line, sixteen) in lines.iter().zip(tokens.as_chunks::<LINE_TOKENS>().0) {
+                for (at, word_of) in line.0.iter().enumerate() {
+                    word_of.store(word(sixteen[2 * at], sixteen[2 * at + 1]), Relaxed);
+                }
+            }
+            return;
+        }
         for (word_of, pair) in self.words(block).zip(tokens.as_chunks::<2>().0) {
             word_of.store(word(pair[0], pair[1]), Relaxed);
         }
@@ -290,7 +301,14 @@ impl Shared {
     /// Tells the processor that the first block with this tag will be compared.
     #[inline]
     fn prefetch_first(&self, tag: u32) {
-        let Some(block) = self.table.with_tag(tag).next() else { return };
+        if let Some(block) = self.table.with_tag(tag).next() {
+            self.prefetch_block(block);
+        }
+    }
+
+    /// Tells the processor that a block's node and tokens will be read or written.
+    #[inline]
+    pub(super) fn prefetch_block(&self, block: u32) {
         if let Some(node) = self.nodes.get(block as usize) {
             prefetch(node);
             prefetch(&self.lines[block as usize * self.tokens_per_block as usize / LINE_TOKENS]);

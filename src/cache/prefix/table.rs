@@ -28,6 +28,7 @@ impl ProbeTable {
         }
     }
 
+    #[inline]
     fn home(&self, tag: u32) -> usize {
         // In 64 bits, because a shift by all 32 must give 0.
         usize::try_from(u64::from(tag) >> self.shift).unwrap_or(0)
@@ -41,15 +42,8 @@ impl ProbeTable {
 
     /// The values with this tag.
     #[inline]
-    pub(in crate::cache) fn with_tag(&self, tag: u32) -> impl Iterator<Item = u32> + '_ {
-        let home = self.home(tag);
-        let (before, from) = self.entries.split_at(home);
-        from.iter()
-            .chain(before)
-            .map(|entry| entry.load(Relaxed))
-            .take_while(|entry| *entry != 0)
-            .filter(move |entry| split(*entry).0 == tag)
-            .map(|entry| split(entry).1)
+    pub(in crate::cache) fn with_tag(&self, tag: u32) -> Tagged<'_> {
+        Tagged { entries: &self.entries, at: self.home(tag), left: self.entries.len(), tag }
     }
 
     /// Adds a value. There is room: no more values are added than `new` was told.
@@ -108,7 +102,40 @@ impl ProbeTable {
     }
 }
 
+/// The values with one tag.
+#[derive(Clone, Debug)]
+pub(in crate::cache) struct Tagged<'a> {
+    entries: &'a [AtomicU64],
+    at: usize,
+    /// Places that were not looked at yet.
+    left: usize,
+    tag: u32,
+}
+
+impl Iterator for Tagged<'_> {
+    type Item = u32;
+
+    #[inline]
+    fn next(&mut self) -> Option<u32> {
+        while self.left > 0 {
+            let entry = self.entries[self.at].load(Relaxed);
+            if entry == 0 {
+                self.left = 0;
+                break;
+            }
+            self.at = (self.at + 1) & (self.entries.len() - 1);
+            self.left -= 1;
+            let (tag, value) = split(entry);
+            if tag == self.tag {
+                return Some(value);
+            }
+        }
+        None
+    }
+}
+
 /// Tag and value of an entry that is not empty.
+#[inline]
 fn split(entry: u64) -> (u32, u32) {
     #[expect(clippy::cast_possible_truncation, reason = "the two halves of the entry")]
     let halves = ((entry >> 32) as u32, (entry as u32).wrapping_sub(1));
