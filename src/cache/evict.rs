@@ -2,9 +2,72 @@
 
 use super::Cache;
 use super::prefix::PrefixIndex;
-use crate::plan::NO_BLOCK;
+use crate::device::{huge_vec, prefetch};
+use crate::plan::{LATER_BYTES, NO_BLOCK};
 use crate::pool::BlockStore;
 use crate::units::BlockId;
+
+/// How far ahead of the next victim the processor is told of those to come.
+const VICTIMS_AHEAD: usize = 16;
+
+/// Evictions between asking for a node and reading it.
+const NODE_AHEAD: usize = 8;
+
+/// Knows which block will be evicted some time after another, and has what that touches brought
+/// near. Following the list of victims would not do: each names the next, so that every miss is
+/// waited for. So a block that is cached is noted with the one that was cached some time before it,
+/// and when that one is evicted, this one's turn is near. All of it is a hint: blocks that are
+/// reused meanwhile leave entries that lead nowhere of use.
+#[derive(Debug)]
+pub(super) struct Scout {
+    /// For each block of the lead group, the one that was cached `VICTIMS_AHEAD` later. `[blocks]`
+    later: Vec<u32>,
+    /// The blocks cached last: a ring, and its oldest.
+    cached: [u32; VICTIMS_AHEAD],
+    oldest_cached: usize,
+    /// The blocks whose nodes were asked for last: a ring, and its oldest.
+    asked: [u32; NODE_AHEAD],
+    oldest_asked: usize,
+}
+
+const _: () = assert!(size_of::<u32>() as u64 == LATER_BYTES);
+
+impl Scout {
+    pub(super) fn new(blocks: u32) -> Self {
+        Self {
+            later: huge_vec(blocks as usize, |_| NO_BLOCK),
+            cached: [NO_BLOCK; VICTIMS_AHEAD],
+            oldest_cached: 0,
+            asked: [NO_BLOCK; NODE_AHEAD],
+            oldest_asked: 0,
+        }
+    }
+
+    /// Notes that a block is cached.
+    #[inline]
+    fn is_cached(&mut self, block: u32) {
+        let earlier = std::mem::replace(&mut self.cached[self.oldest_cached], block);
+        self.oldest_cached = (self.oldest_cached + 1) % VICTIMS_AHEAD;
+        if let Some(later) = self.later.get_mut(earlier as usize) {
+            *later = block;
+        }
+    }
+
+    /// Asks for what the victim will touch whose turn comes some time after this one's.
+    #[inline]
+    fn leaves(&mut self, victim: u32, store: &BlockStore, index: &PrefixIndex) {
+        let later = self.later.get(victim as usize).copied().unwrap_or(NO_BLOCK);
+        store.prefetch(BlockId(later));
+        index.prefetch_node(later);
+        if let Some(next) = self.later.get(later as usize) {
+            prefetch(next);
+        }
+        let earlier = std::mem::replace(&mut self.asked[self.oldest_asked], later);
+        self.oldest_asked = (self.oldest_asked + 1) % NODE_AHEAD;
+        // The node, which is here by now, names the place in the table.
+        index.prefetch_place(earlier);
+    }
+}
 
 impl Cache {
     /// Whether a block can be found by others: published, or attached to a published one.
@@ -34,6 +97,7 @@ impl Cache {
         if self.lead() == Some(group)
             && let Some(reuse) = &mut self.reuse
         {
+            reuse.scout.is_cached(block.0);
             reuse.expiry.start(block.0);
         }
     }
@@ -47,16 +111,22 @@ impl Cache {
         }
         let Some(victim) = store.victim() else { return false };
         let class = store.class(victim);
+        self.ask_ahead(group, victim);
         self.evict(group, victim);
-        // Whoever needs one block often needs another: have the next victim's lines on their way.
-        if let Some(next) = self.pool.store(group).and_then(BlockStore::victim)
-            && let Some(index) = self.index()
-        {
-            index.prefetch(next);
-        }
         self.counters.evictions += 1;
         self.evictions_by_priority[usize::from(class)] += 1;
         true
+    }
+
+    /// Tells the processor of a victim to come.
+    fn ask_ahead(&mut self, group: usize, victim: BlockId) {
+        let Some(reuse) = &mut self.reuse else { return };
+        let Some(index) = reuse.index.as_ref().filter(|index| index.lead() == group) else {
+            return;
+        };
+        if let Some(store) = self.pool.store(group) {
+            reuse.scout.leaves(victim.0, store, index);
+        }
     }
 
     /// Forgets a cached block: it is free.

@@ -5,29 +5,64 @@ use super::reuse::Reuse;
 use crate::plan::NO_BLOCK;
 use crate::units::BlockId;
 
+/// Blocks whose hashes are computed, and whose places are asked for, before the first of them is
+/// published.
+const AHEAD: u32 = 16;
+
 impl Cache {
     /// Publishes the blocks of a sequence that are full, known and out of reach of a rewind of its
     /// look-ahead. Where the index has the same block already, the sequence takes that one and
     /// gives its own back.
     pub(super) fn publish(&mut self, slot: u32) {
-        let per_block = self.plan.tokens_per_block;
         let record = self.seqs.record(slot);
         let Some(reuse) = &self.reuse else { return };
         let share = &reuse.seqs[slot as usize];
         let settled = record.known.min(record.len.saturating_sub(share.lookahead));
-        if share.keys.first == 0 || settled / per_block <= share.published {
+        if share.keys.first == 0 || settled >> self.block_shift <= share.published {
             return;
         }
         let Some(lead) = self.lead() else { return };
-        let first = share.published;
+        let (first, end) = (share.published, settled >> self.block_shift);
         let mut parent = if first == 0 { NO_BLOCK } else { self.entry(lead, slot, first - 1) };
-        for at in first..settled / per_block {
-            let Some(block) = self.publish_block(lead, slot, at, parent) else { return };
-            parent = block;
-            if let Some(reuse) = &mut self.reuse {
-                reuse.seqs[slot as usize].published = at + 1;
+        for start in (first..end).step_by(AHEAD as usize) {
+            let stretch = start..end.min(start + AHEAD);
+            let hashes = self.hashes_ahead(slot, stretch.clone());
+            for (at, hash) in stretch.zip(hashes) {
+                let block = self.publish_block(lead, slot, at, parent, hash);
+                let Some(block) = block else { return };
+                parent = block;
+                if let Some(reuse) = &mut self.reuse {
+                    reuse.seqs[slot as usize].published = at + 1;
+                }
             }
         }
+    }
+
+    /// The hashes of a stretch of a sequence's blocks, of which the one before is published. The
+    /// processor is told which lines publishing them will touch, so that its misses overlap.
+    pub(super) fn hashes_ahead(
+        &self,
+        slot: u32,
+        blocks: std::ops::Range<u32>,
+    ) -> [u64; AHEAD as usize] {
+        let mut hashes = [0; AHEAD as usize];
+        let Some(reuse) = &self.reuse else { return hashes };
+        let Some(index) = &reuse.index else { return hashes };
+        let per_block = self.plan.tokens_per_block as usize;
+        let keys = &reuse.seqs[slot as usize].keys;
+        let tokens = &reuse.tokens(slot)[blocks.start as usize * per_block..];
+        let parent = match blocks.start {
+            0 => NO_BLOCK,
+            start => self.entry(index.lead(), slot, start - 1),
+        };
+        let mut hash = index.hash_after(parent);
+        for ((at, tokens), of_block) in blocks.zip(tokens.chunks_exact(per_block)).zip(&mut hashes)
+        {
+            hash = index.chain(hash, tokens, keys.at(at));
+            *of_block = hash;
+            index.prefetch_insert(self.entry(index.lead(), slot, at), hash);
+        }
+        hashes
     }
 
     /// Publishes what a look-ahead held back, of a sequence that ends: nothing is rewound any more.
@@ -40,7 +75,14 @@ impl Cache {
     /// Publishes one block of a row; gives the block that stands for these tokens from now on.
     /// `None` when the index has another one and taking that would cost a block that is not
     /// there: then it is tried again later.
-    fn publish_block(&mut self, lead: usize, slot: u32, at: u32, parent: u32) -> Option<u32> {
+    fn publish_block(
+        &mut self,
+        lead: usize,
+        slot: u32,
+        at: u32,
+        parent: u32,
+        hash: u64,
+    ) -> Option<u32> {
         let per_block = self.plan.tokens_per_block;
         let own = self.entry(lead, slot, at);
         let Some(Reuse { index: Some(index), seqs, tokens, events, expiry, .. }) = &mut self.reuse
@@ -52,7 +94,6 @@ impl Cache {
         let row = slot as usize * self.plan.limits.max_seq_len as usize;
         let start = row + (at * per_block) as usize;
         let tokens = &tokens[start..start + per_block as usize];
-        let hash = index.chain(index.hash_after(parent), tokens, ns);
         let (class, duration) = share.retentions.of_block(at * per_block, (at + 1) * per_block);
         let block = match index.find(hash, parent, ns, tokens) {
             Some(block) if block == own => own,

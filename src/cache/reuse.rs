@@ -10,6 +10,7 @@
 use super::Cache;
 use super::donor::{Donor, DonorName};
 use super::events::EventRing;
+use super::evict::Scout;
 use super::pin::PinTable;
 use super::prefix::{ChainKeys, Namespace, PrefixIndex, Probe, Prober, Walk};
 use super::retention::{Expiry, Retentions};
@@ -67,6 +68,7 @@ pub(super) struct Reuse {
     pub(super) epoch: u64,
     pub(super) has_donors: bool,
     pub(super) releases: u64,
+    pub(super) scout: Scout,
     pub(super) expiry: Expiry,
     pub(super) events: EventRing,
     pub(super) pins: PinTable,
@@ -90,6 +92,7 @@ impl Reuse {
             epoch: 0,
             has_donors,
             releases: 0,
+            scout: Scout::new(blocks),
             expiry: Expiry::new(blocks),
             events: EventRing::new(plan.event_buffer, plan.tokens_per_block),
             pins: if none { PinTable::none() } else { PinTable::new(plan) },

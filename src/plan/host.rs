@@ -39,6 +39,9 @@ pub const SEQ_SHARE_BYTES: u64 = 176;
 /// Bytes of one block's time limit.
 pub const EXPIRY_BYTES: u64 = 24;
 
+/// Bytes of one block's hint at a later victim.
+pub const LATER_BYTES: u64 = 4;
+
 /// Bytes of one event, its tokens aside.
 pub const EVENT_BYTES: u64 = 32;
 
@@ -166,6 +169,7 @@ fn index_terms(
     push("index: tokens", 64, (blocks * per_block).div_ceil(16))?;
     push("index: table", 8, probe_places(blocks))?;
     push("index: time limits", EXPIRY_BYTES, blocks)?;
+    push("index: order of eviction", LATER_BYTES, blocks)?;
     let namespaces = u64::from(max_namespaces(groups[lead].layout.units, seq_slots));
     push("index: namespaces", NAMESPACE_BYTES, namespaces)?;
     push("index: namespace table", 8, probe_places(namespaces))?;

@@ -23,7 +23,7 @@ use serde::Serialize;
 
 use super::lru::{ClassLists, DEFAULT_PRIORITY, MAX_PRIORITY};
 use super::record::{Debts, Record, fresh};
-use crate::device::huge_vec;
+use crate::device::{huge_vec, prefetch};
 use crate::error::CacheError;
 use crate::plan::NO_BLOCK;
 use crate::units::{BlockId, GroupIdx};
@@ -439,6 +439,14 @@ impl BlockStore {
     #[must_use]
     pub fn victim(&self) -> Option<BlockId> {
         self.lists.first().map(BlockId)
+    }
+
+    /// Tells the processor that a block's record will be read.
+    #[inline]
+    pub(crate) fn prefetch(&self, block: BlockId) {
+        if let Some(record) = self.records.get(block.index()) {
+            prefetch(record);
+        }
     }
 
     /// Forgets a cached block: it is the next free one, and its handles are stale.

@@ -39,7 +39,6 @@ use namespaces::NamespaceRefs;
 use shared::{PUBLISHED, Shared, halves, word};
 
 use crate::plan::{GroupReuse, NO_BLOCK, Plan};
-use crate::units::BlockId;
 
 /// The index, and what only its writer needs.
 #[derive(Debug)]
@@ -299,10 +298,26 @@ impl PrefixIndex {
         }
     }
 
-    /// Tells the processor that a block is about to be evicted.
-    pub(super) fn prefetch(&self, block: BlockId) {
-        if let Some(node) = self.shared.nodes.get(block.index()) {
+    /// Tells the processor that a block is about to be published behind a chain with this hash.
+    #[inline]
+    pub(super) fn prefetch_insert(&self, block: u32, hash: u64) {
+        self.shared.table.prefetch(hash::tag(hash));
+        self.shared.prefetch_block(block);
+    }
+
+    /// Tells the processor that a block's node will be read.
+    #[inline]
+    pub(super) fn prefetch_node(&self, block: u32) {
+        if let Some(node) = self.shared.nodes.get(block as usize) {
             crate::device::prefetch(node);
+        }
+    }
+
+    /// Tells the processor that a block will be taken out of the table. Its node should be there.
+    #[inline]
+    pub(super) fn prefetch_place(&self, block: u32) {
+        if let Some(node) = self.shared.nodes.get(block as usize) {
+            self.shared.table.prefetch(hash::tag(node.hash.load(Relaxed)));
         }
     }
 
