@@ -490,9 +490,15 @@ impl Cache {
             }
         }
         for (group, store) in paged() {
-            let claims = self.claims(group, found);
             let len = if self.guaranteed() { limit } else { prompt_len };
             let whole = self.plan.blocks_for(group_idx(group), len);
+            // A block that is claimed instead of taken is cached at most once and owes at most one
+            // more; so where there is room for this, there is room, and nothing need be counted.
+            let most = u64::from(whole) + 2 * (u64::from(found.full) + 1);
+            if most + u64::from(self.headroom(store)) <= u64::from(store.unpromised()) {
+                continue;
+            }
+            let claims = self.claims(group, found);
             let wanted = i64::from(whole.saturating_sub(claims.held))
                 + i64::from(claims.cached)
                 + claims.debts

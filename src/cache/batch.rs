@@ -6,10 +6,10 @@ use super::cow::Replaced;
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
 use crate::config::Admission;
-use crate::device::{AppendCounts, BatchSeq};
+use crate::device::{AppendCounts, BatchSeq, prefetch};
 use crate::error::CacheError;
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
-use crate::units::{GroupIdx, LayerIdx};
+use crate::units::{BlockId, GroupIdx, LayerIdx};
 
 const _: () = assert!(size_of::<BatchSeq>() as u64 == BATCH_SEQ_BYTES);
 
@@ -67,6 +67,8 @@ pub(super) struct Batch {
     pub(super) seq_lens: Vec<u32>,
     /// `[num_layers]`
     pub(super) appended: Vec<bool>,
+    /// How many of them are.
+    num_appended: usize,
     /// Elements that the step's appends had to change; counted when it commits.
     pub(super) counts: AppendCounts,
     /// Blocks that the step needs of each group. `[num_groups]`
@@ -100,6 +102,7 @@ impl Batch {
             token_slots: plan.groups.iter().map(|_| Vec::with_capacity(tokens)).collect(),
             seq_lens: Vec::with_capacity(seqs),
             appended: vec![false; plan.layers.len()],
+            num_appended: 0,
             counts: AppendCounts::default(),
             wanted: vec![0; plan.groups.len()],
             replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
@@ -112,18 +115,37 @@ impl Batch {
         }
     }
 
+    /// Notes that a layer was appended. Says whether it had been already; then nothing changes.
+    pub(super) fn set_appended(&mut self, layer: LayerIdx) -> bool {
+        let again = std::mem::replace(&mut self.appended[layer.index()], true);
+        self.num_appended += usize::from(!again);
+        again
+    }
+
     fn clear(&mut self) {
         self.seqs.clear();
         self.positions.clear();
         self.token_slots.iter_mut().for_each(Vec::clear);
         self.seq_lens.clear();
-        self.appended.fill(false);
+        if std::mem::take(&mut self.num_appended) > 0 {
+            self.appended.fill(false);
+        }
         self.counts = AppendCounts::default();
         self.replaced.clear();
         self.tokens_given = false;
         self.open = false;
         self.csr_built = false;
     }
+}
+
+/// What a batch that may be taken consists of.
+struct Checked {
+    /// Its tokens.
+    total: usize,
+    /// Whether some last block may be shared.
+    shared_tails: bool,
+    /// Whether some sequence's next tokens are those of its prompt.
+    prefilling: bool,
 }
 
 impl Cache {
@@ -137,10 +159,15 @@ impl Cache {
         self.abandon_step();
         self.batch.number += 1;
         self.batch.clear();
-        self.batch.wanted.fill(0);
-        let shared_tails = self.check_batch(wanted)?;
+        let Checked { total, shared_tails, prefilling } = self.check_batch(wanted)?;
         if let Some(tokens) = tokens {
-            self.check_tokens(wanted, tokens)?;
+            let (got, expected, shape) = (tokens.len(), total, "[num_tokens]");
+            if got != expected {
+                return Err(CacheError::WrongShape { what: "tokens", got, expected, shape });
+            }
+            if prefilling {
+                self.check_tokens(wanted, tokens)?;
+            }
         }
         if shared_tails {
             self.hold_shared_tails(wanted);
@@ -155,23 +182,34 @@ impl Cache {
             self.undo_step();
             return Err(error);
         }
-        for &(sequence, tokens) in wanted {
-            self.take_for_step(sequence.slot, tokens);
+        if total == wanted.len() {
+            self.take_single_rows(wanted);
+        } else {
+            for &(sequence, tokens) in wanted {
+                self.take_for_step(sequence.slot, tokens);
+            }
         }
         if let Some(tokens) = tokens {
             self.note_tokens(wanted, tokens);
         }
-        self.note_peaks();
+        self.note_held_peak();
+        if !self.batch.replaced.is_empty() {
+            // Copies make tokens that were there once be there twice.
+            self.note_used_peak();
+        }
         Ok(())
     }
 
     /// Handles, lengths, limits; sums up the blocks that are wanted. Marks sequences with the
-    /// step's number, which no one else reads. Says whether some last block may be shared.
-    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<bool, CacheError> {
+    /// step's number, which no one else reads.
+    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Checked, CacheError> {
         let limits = &self.plan.limits;
         let mut total = 0_u64;
-        let mut shared_tails = false;
-        for &(sequence, tokens) in wanted {
+        let (mut shared_tails, mut prefilling) = (false, false);
+        if wanted.is_empty() {
+            self.batch.wanted.fill(0);
+        }
+        for (at, &(sequence, tokens)) in wanted.iter().enumerate() {
             let slot = self.seqs.check(sequence)?;
             let record = self.seqs.record_mut(slot);
             if record.last_step == self.batch.number {
@@ -199,6 +237,10 @@ impl Cache {
             }
             total += u64::from(tokens);
             let end = record.len + tokens;
+            prefilling |= record.known > record.len;
+            if let Some(reuse) = &self.reuse {
+                prefetch(&reuse.tokens(slot)[record.len as usize]);
+            }
             for (group, wanted) in self.batch.wanted.iter_mut().enumerate() {
                 let layers = &self.plan.groups[group];
                 if layers.kind == GroupKind::Paged {
@@ -206,7 +248,10 @@ impl Cache {
                     shared_tails |= state.shared_tail;
                     // `tokens_per_block` is a power of two.
                     let blocks = (end + self.block_mask) >> self.block_shift;
-                    *wanted += u64::from(blocks - state.next);
+                    // The first sequence begins the sum. (Cleared before, it would be read back
+                    // while the call that clears it is still at it.)
+                    let others = if at == 0 { 0 } else { *wanted };
+                    *wanted = others + u64::from(blocks - state.next);
                 }
             }
         }
@@ -217,16 +262,12 @@ impl Cache {
                 knob: "limits.max_batch_tokens",
             });
         }
-        Ok(shared_tails)
+        let total = usize::try_from(total).unwrap_or(usize::MAX);
+        Ok(Checked { total, shared_tails, prefilling })
     }
 
-    /// Whether the tokens are as many as the step's, and those that the prompts had.
+    /// Whether the tokens are those that the prompts had.
     fn check_tokens(&self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) -> Result<(), CacheError> {
-        let total: usize = wanted.iter().map(|(_, tokens)| *tokens as usize).sum();
-        if tokens.len() != total {
-            let (got, shape) = (tokens.len(), "[num_tokens]");
-            return Err(CacheError::WrongShape { what: "tokens", got, expected: total, shape });
-        }
         let Some(reuse) = &self.reuse else { return Ok(()) };
         let mut start = 0;
         for &(sequence, count) in wanted {
@@ -253,6 +294,13 @@ impl Cache {
     fn note_tokens(&mut self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) {
         let Some(reuse) = &mut self.reuse else { return };
         self.batch.tokens_given = true;
+        if tokens.len() == wanted.len() {
+            let rows = wanted.iter().zip(&self.batch.positions);
+            for ((&(sequence, _), position), token) in rows.zip(tokens) {
+                reuse.tokens_mut(sequence.slot)[*position as usize] = *token;
+            }
+            return;
+        }
         let mut start = 0;
         for &(sequence, count) in wanted {
             let len = self.seqs.record(sequence.slot).len as usize;
@@ -305,13 +353,70 @@ impl Cache {
         self.batch.seq_lens.push(end);
     }
 
+    /// [`Cache::take_for_step`] for a batch of one token of each sequence: what an engine that
+    /// decodes does all day.
+    fn take_single_rows(&mut self, wanted: &[(SeqHandle, u32)]) {
+        for &(sequence, _) in wanted {
+            let slot = sequence.slot;
+            let record = self.seqs.record_mut(slot);
+            let position = record.len;
+            record.written = record.written.max(position + 1);
+            self.batch.positions.push(position);
+            if position & self.block_mask == 0 {
+                for group in 0..self.plan.groups.len() {
+                    self.take_blocks(group, slot, position + 1);
+                }
+            } else if (position + 1) & self.block_mask == 0 {
+                self.prefetch_full_block(slot, position >> self.block_shift);
+            }
+        }
+        let (shift, mask) = (self.block_shift, self.block_mask);
+        let Batch { positions, seqs, seq_lens, token_slots, .. } = &mut self.batch;
+        let rows = || wanted.iter().map(|(sequence, _)| sequence.slot).zip(&*positions);
+        seq_lens.extend(positions.iter().map(|position| position + 1));
+        seqs.extend((0..).zip(rows()).map(|(row_start, (slot, position))| BatchSeq {
+            slot,
+            row_start,
+            rows: 1,
+            first_position: *position,
+        }));
+        for (group, token_slots) in token_slots.iter_mut().enumerate() {
+            let layers = &self.plan.groups[group];
+            if layers.kind == GroupKind::Contiguous {
+                let view = |slot| SeqView { layout: &layers.layout, table: &[], slot };
+                token_slots.extend(rows().map(|(slot, position)| view(slot).token_slot(*position)));
+                continue;
+            }
+            let (table, row) = (&self.tables[group], layers.max_blocks_per_seq as usize);
+            token_slots.extend(rows().map(|(slot, position)| {
+                let block = table[slot as usize * row + (position >> shift) as usize];
+                (u64::from(block) << shift) + u64::from(position & mask)
+            }));
+        }
+    }
+
+    /// Tells the processor of what is looked at when a block that is getting full is published.
+    fn prefetch_full_block(&self, slot: u32, at: u32) {
+        let Some(reuse) = &self.reuse else { return };
+        let Some(index) = &reuse.index else { return };
+        let lead = index.lead();
+        prefetch(&reuse.seqs[slot as usize].keys);
+        if let Some(store) = self.pool.store(lead) {
+            store.prefetch(BlockId(self.entry(lead, slot, at)));
+        }
+        if at > 0 {
+            index.prefetch_node(self.entry(lead, slot, at - 1));
+        }
+    }
+
     /// Gives a row the blocks that it lacks for its first `end` tokens.
     fn take_blocks(&mut self, group: usize, slot: u32, end: u32) {
         if self.pool.store(group).is_none() {
             return;
         }
-        let per_block = self.plan.groups[group].layout.unit_tokens;
-        for at in self.seqs.state(slot, group).next..end.div_ceil(per_block) {
+        // `tokens_per_block` is a power of two.
+        let blocks = (end + self.block_mask) >> self.block_shift;
+        for at in self.seqs.state(slot, group).next..blocks {
             let block = self.take_block(group, slot, at);
             debug_assert!(block.is_some(), "check_batch_blocks counted them");
             self.seqs.state_mut(slot, group).next = at + 1;
@@ -344,7 +449,7 @@ impl Cache {
 
     /// Makes the batch's tokens part of their sequences.
     pub(super) fn commit_step(&mut self) -> Result<(), CacheError> {
-        let missing = self.batch.appended.iter().filter(|done| !**done).count();
+        let missing = self.batch.appended.len() - self.batch.num_appended;
         if missing > 0 && !self.batch.seqs.is_empty() {
             let first = self.batch.appended.iter().position(|done| !done).unwrap_or(0);
             return Err(CacheError::StepIncomplete {
@@ -353,6 +458,7 @@ impl Cache {
             });
         }
         self.drop_replaced();
+        self.ask_for_publishing();
         for at in 0..self.batch.seqs.len() {
             let BatchSeq { slot, rows, .. } = self.batch.seqs[at];
             self.grow(slot, rows);
@@ -364,8 +470,23 @@ impl Cache {
         }
         self.batch.clear();
         self.counters.steps_committed += 1;
-        self.note_peaks();
+        // Blocks were taken by `reserve`; since then they can only have become fewer.
+        self.note_used_peak();
         Ok(())
+    }
+
+    /// Tells the processor which lines the sequences that are about to publish their block will
+    /// touch, so that the misses of one overlap with those of the others.
+    fn ask_for_publishing(&self) {
+        if !self.batch.tokens_given || self.reuse.is_none() {
+            return;
+        }
+        for (seq, end) in self.batch.seqs.iter().zip(&self.batch.seq_lens) {
+            if seq.rows == 1 && end & self.block_mask == 0 {
+                let at = (end >> self.block_shift) - 1;
+                self.hashes_ahead(seq.slot, at..at + 1);
+            }
+        }
     }
 
     /// Makes a step's tokens part of one sequence.

@@ -518,9 +518,17 @@ impl Cache {
     }
 
     fn note_peaks(&mut self) {
+        self.note_used_peak();
+        self.note_held_peak();
+    }
+
+    fn note_used_peak(&mut self) {
         let used = self.used_bytes();
-        let held = Bytes(self.pool.block_bytes(&self.plan).0.0 + self.slot_bytes());
         self.counters.peak_used_bytes = self.counters.peak_used_bytes.max(used);
+    }
+
+    fn note_held_peak(&mut self) {
+        let held = Bytes(self.pool.block_bytes(&self.plan).0.0 + self.slot_bytes());
         self.counters.peak_held_bytes = self.counters.peak_held_bytes.max(held);
     }
 

@@ -163,7 +163,7 @@ impl Step<'_> {
             v,
         })?;
         batch.counts.add(counts);
-        batch.appended[layer.index()] = true;
+        batch.set_appended(layer);
         Ok(())
     }
 
@@ -173,7 +173,7 @@ impl Step<'_> {
     /// A layer that does not exist or has been appended.
     pub fn mark_appended(&mut self, layer: LayerIdx) -> Result<(), CacheError> {
         self.place(layer)?;
-        if std::mem::replace(&mut self.cache.batch.appended[layer.index()], true) {
+        if self.cache.batch.set_appended(layer) {
             return Err(CacheError::AlreadyAppended { layer });
         }
         Ok(())
