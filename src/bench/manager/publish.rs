@@ -5,7 +5,7 @@ use super::{ManagerError, Sample, Work, expect};
 use crate::error::CacheError;
 
 /// Sequences in a turn.
-const SEQS_PER_TURN: u32 = 4;
+const SEQS_PER_TURN: u32 = 16;
 
 /// Blocks of a sequence.
 const SEQ_BLOCKS: u32 = STEP_TOKENS / TOKENS_PER_BLOCK;

@@ -192,7 +192,7 @@ impl Peer {
                 }
             }
             Work::Publish | Work::PublishHashed => {
-                for _ in 0..4 {
+                for _ in 0..16 {
                     self.publish(&mut sum);
                 }
             }
