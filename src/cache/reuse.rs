@@ -347,17 +347,10 @@ impl Cache {
     /// Claims the whole blocks of a match for a new sequence: from here on none of them is evicted.
     pub(super) fn claim(&mut self, slot: u32, found: &Found) {
         let Some(index) = self.index() else { return };
-        let lead = index.lead();
-        let mut block = found.last;
-        for at in (0..found.full).rev() {
-            self.claim_into_row(lead, slot, at, block);
-            for windowed in 0..self.windowed_groups() {
-                let (group, attached) = self.attached_to(windowed, block);
-                if self.is_needed(group, at, found.len) {
-                    self.claim_into_row(group, slot, at, attached);
-                }
-            }
-            block = self.index().map_or(NO_BLOCK, |index| index.parent(block));
+        if index.windowed().is_empty() {
+            self.claim_row(slot, found);
+        } else {
+            self.claim_rows(slot, found);
         }
         for group in 0..self.plan.groups.len() {
             if matches!(self.plan.reuse.groups[group], GroupReuse::Index | GroupReuse::Attached) {
@@ -370,6 +363,42 @@ impl Cache {
         }
         if let Some(reuse) = &mut self.reuse {
             reuse.seqs[slot as usize].published = found.full;
+        }
+    }
+
+    /// Claims the whole blocks of a match in the lead group, where no windowed group follows it.
+    fn claim_row(&mut self, slot: u32, found: &Found) {
+        let Some(Reuse { index: Some(index), expiry, .. }) = &mut self.reuse else { return };
+        let lead = index.lead();
+        let Some(store) = self.pool.store_mut(lead) else { return };
+        let start = slot as usize * self.plan.groups[lead].max_blocks_per_seq as usize;
+        let row = &mut self.tables[lead][start..start + found.full as usize];
+        let mut block = found.last;
+        for entry in row.iter_mut().rev() {
+            let was_cached = store.claim(BlockId(block));
+            debug_assert!(was_cached.is_ok(), "what the index names is active or cached");
+            if was_cached == Ok(true) {
+                expiry.stop(block);
+            }
+            *entry = block;
+            block = index.parent(block);
+        }
+        self.seqs.state_mut(slot, lead).held += found.full;
+    }
+
+    /// The same in the lead group and those that follow it.
+    fn claim_rows(&mut self, slot: u32, found: &Found) {
+        let Some(lead) = self.lead() else { return };
+        let mut block = found.last;
+        for at in (0..found.full).rev() {
+            self.claim_into_row(lead, slot, at, block);
+            for windowed in 0..self.windowed_groups() {
+                let (group, attached) = self.attached_to(windowed, block);
+                if self.is_needed(group, at, found.len) {
+                    self.claim_into_row(group, slot, at, attached);
+                }
+            }
+            block = self.index().map_or(NO_BLOCK, |index| index.parent(block));
         }
     }
 

@@ -325,6 +325,7 @@ impl BlockStore {
     ///
     /// # Errors
     /// As [`BlockStore::add_ref`].
+    #[inline]
     pub(crate) fn claim(&mut self, block: BlockId) -> Result<bool, CacheError> {
         if self.records.get(block.index()).is_some_and(|r| r.state == BlockState::Cached) {
             self.revive(block).map(|()| true)

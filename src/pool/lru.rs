@@ -55,6 +55,7 @@ impl ClassLists {
 
     /// Takes a block out. Its own links stay as they are, so that [`ClassLists::link`] can put it
     /// back where it was, as long as every later change of the lists is undone first.
+    #[inline]
     pub(super) fn unlink(&mut self, records: &mut [Record], block: u32) {
         let Record { next, prev, class, .. } = records[block as usize];
         let class = usize::from(class);
