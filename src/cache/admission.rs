@@ -9,46 +9,12 @@
 //! anyone any more, and one that others hold costs nothing until it must be copied, which is
 //! promised too (see `pool/block_store.rs`, "What sharing owes").
 
-use super::prefix::Namespace;
-use super::retention::Retentions;
-use super::reuse::{Cut, Found};
-use super::{Cache, SeqHandle, group_idx};
+use super::begin::{BeginOptions, Begun};
+use super::reuse::Found;
+use super::{Cache, group_idx};
 use crate::config::Admission;
-use crate::error::{BatchRefused, CacheError};
-use crate::plan::PENDING_BYTES;
+use crate::error::CacheError;
 use crate::pool::BlockStore;
-
-/// How a sequence is begun.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BeginOptions {
-    /// The engine's name for the sequence; no two live sequences have the same.
-    pub key: Option<u64>,
-    /// Tokens that the sequence may come to, prompt and output together. Default:
-    /// `limits.max_seq_len`.
-    pub max_len: Option<u32>,
-    /// Tokens beyond `max_len` that speculative decoding may append and rewind. In a plan with
-    /// windowed layers no more than `limits.max_rewind_tokens`. So many tokens at the end of the
-    /// sequence are not shared yet.
-    pub lookahead_tokens: u32,
-    /// With whom it shares prefixes.
-    pub namespace: Namespace,
-    /// How long its blocks are kept for others.
-    pub retention: Retentions,
-}
-
-/// What `begin` gives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Begun {
-    /// The sequence.
-    pub sequence: SeqHandle,
-    /// Tokens of the prompt that are already in the cache and need no computing: the first step
-    /// appends from this position on. Never the whole prompt: the last token must be computed for
-    /// its output.
-    pub cached_len: u32,
-    /// Tokens that the sequence may have: `max_len` and the look-ahead, as far as
-    /// `limits.max_seq_len` has room for the latter.
-    pub limit: u32,
-}
 
 /// What `begin` would give now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,20 +46,6 @@ impl Reservation {
         self.begun.limit
     }
 }
-
-/// A sequence of a batch that is claimed and not finished.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Pending {
-    found: Found,
-    /// Where in the list of free slots its slot was.
-    free_at: usize,
-}
-
-impl Pending {
-    pub(super) const NOTHING: Self = Self { found: Found::NOTHING, free_at: 0 };
-}
-
-const _: () = assert!(size_of::<Pending>() as u64 == PENDING_BYTES);
 
 impl Cache {
     /// What `begin` with this prompt would give now. Changes nothing.
@@ -148,273 +100,8 @@ impl Cache {
         self.release(reservation.begun.sequence)
     }
 
-    /// Begins a sequence. Under guaranteed admission every block that it may come to need is
-    /// promised to it here. Under max-utilization nothing is: it is only checked that the prompt's
-    /// blocks are free now, so sequences that begin one after the other may be promised the same
-    /// ones, and a step may find too few. Either way a sequence that could not finish in an empty
-    /// pool is refused, so give `max_len` where it is known.
-    ///
-    /// What the cache has of the prompt is the sequence's from here on, without computing.
-    ///
-    /// # Errors
-    /// - never: [`CacheError::SequenceTooLong`], [`CacheError::NeverFits`],
-    ///   [`CacheError::LookaheadBeyondRewind`];
-    /// - not now: [`CacheError::NoSeqSlot`], [`CacheError::NotAdmitted`],
-    ///   [`CacheError::BatchUnderWay`];
-    /// - [`CacheError::DuplicateKey`].
-    ///
-    /// Nothing changes then.
-    pub fn begin(&mut self, prompt: &[u32], options: BeginOptions) -> Result<Begun, CacheError> {
-        self.abandon_step();
-        let (mut begun, Pending { mut found, .. }) = self.begin_claimed(prompt, &options)?;
-        let slot = begun.sequence.slot;
-        let finished = self
-            .settle_partial(slot, &mut found)
-            .and_then(|()| self.finish_begin(prompt, &options, slot, &found));
-        if let Err(error) = finished {
-            self.release(begun.sequence)?;
-            return Err(error);
-        }
-        begun.cached_len = found.len;
-        self.note_peaks();
-        Ok(begun)
-    }
-
-    /// Begins several sequences, all or none. What each of them finds in the cache is claimed
-    /// before anything is evicted for any of them. `out` gets one entry for each, in order; it
-    /// must have room for them.
-    ///
-    /// # Errors
-    /// [`BatchRefused`] names the first that was refused, and why, as [`Cache::begin`]; nothing
-    /// changes then.
-    pub fn begin_batch(
-        &mut self,
-        wanted: &[(&[u32], BeginOptions)],
-        out: &mut Vec<Begun>,
-    ) -> Result<(), BatchRefused> {
-        self.abandon_step();
-        out.clear();
-        let room = out.capacity();
-        if room < wanted.len() {
-            let source = CacheError::WrongShape {
-                what: "the capacity of out",
-                got: room,
-                expected: wanted.len(),
-                shape: "[sequences]",
-            };
-            return Err(BatchRefused { index: room, source });
-        }
-        self.mark_donors(wanted, true);
-        let mut refused = None;
-        for (index, (prompt, options)) in wanted.iter().enumerate() {
-            match self.begin_claimed(prompt, options) {
-                Ok((begun, pending)) => {
-                    self.pending[begun.sequence.slot as usize] = pending;
-                    out.push(begun);
-                }
-                Err(source) => {
-                    refused = Some(BatchRefused { index, source });
-                    break;
-                }
-            }
-        }
-        self.mark_donors(wanted, false);
-        if let Some(refused) = refused {
-            while let Some(begun) = out.pop() {
-                self.unbegin(begun.sequence.slot);
-            }
-            self.note_refusal(&refused.source);
-            return Err(refused);
-        }
-        if let Err(failed) = self.finish_batch(wanted, out) {
-            // The device failed: give back what there is.
-            while let Some(begun) = out.pop() {
-                let _ = self.release(begun.sequence);
-            }
-            return Err(failed);
-        }
-        self.note_peaks();
-        Ok(())
-    }
-
-    /// Finishes a batch of which every sequence has claimed what it found.
-    fn finish_batch(
-        &mut self,
-        wanted: &[(&[u32], BeginOptions)],
-        out: &mut [Begun],
-    ) -> Result<(), BatchRefused> {
-        // Copies first, the last first: so a block that several go on with in part has one
-        // claimant left when the first one looks whether it can take it over.
-        for (index, begun) in out.iter_mut().enumerate().rev() {
-            let slot = begun.sequence.slot;
-            let mut found = self.pending[slot as usize].found;
-            self.settle_partial(slot, &mut found)
-                .map_err(|source| BatchRefused { index, source })?;
-            begun.cached_len = found.len;
-            self.pending[slot as usize].found = found;
-        }
-        // Then the slots, the first first: a slot that one copies from may be another's.
-        for (index, ((prompt, options), begun)) in wanted.iter().zip(&*out).enumerate() {
-            let slot = begun.sequence.slot;
-            let found = self.pending[slot as usize].found;
-            self.finish_begin(prompt, options, slot, &found)
-                .map_err(|source| BatchRefused { index, source })?;
-        }
-        Ok(())
-    }
-
-    /// Takes what a new sequence matched in part; where there was no block for that, it begins
-    /// with its whole blocks.
-    fn settle_partial(&mut self, slot: u32, found: &mut Found) -> Result<(), CacheError> {
-        if self.take_partial(slot)? {
-            return Ok(());
-        }
-        *found = found.without_partial(self.plan.tokens_per_block);
-        if found.donor.is_some() {
-            // A donor that fits the longer prefix need not fit the shorter one.
-            *found = Found { cut: Cut::Donor, ..Found::NOTHING };
-            for group in 0..self.plan.groups.len() {
-                if self.pool.store(group).is_some() {
-                    self.give_back_from(group, slot, 0);
-                }
-            }
-            if let Some(reuse) = &mut self.reuse {
-                reuse.seqs[slot as usize].published = 0;
-            }
-        }
-        Ok(())
-    }
-
-    /// Marks the slots that the sequences of a batch would copy from, so that none of them is
-    /// taken for another while there is a choice.
-    fn mark_donors(&mut self, wanted: &[(&[u32], BeginOptions)], mark: bool) {
-        if !self.reuse.as_ref().is_some_and(|reuse| reuse.has_donors) {
-            return;
-        }
-        for (prompt, options) in wanted {
-            let donor = if mark { self.find(prompt, &options.namespace).donor } else { None };
-            let Some(reuse) = &mut self.reuse else { return };
-            match donor {
-                Some(donor) => reuse.seqs[donor.slot as usize].wanted = true,
-                None if !mark => reuse.seqs.iter_mut().for_each(|share| share.wanted = false),
-                None => {}
-            }
-        }
-    }
-
-    /// The part of `begin` that can be refused, and undone: checks, claims, promises.
-    fn begin_claimed(
-        &mut self,
-        prompt: &[u32],
-        options: &BeginOptions,
-    ) -> Result<(Begun, Pending), CacheError> {
-        let (limit, found) = match self.admit(prompt, options) {
-            Ok(admitted) => admitted,
-            Err(error) => {
-                self.note_refusal(&error);
-                return Err(error);
-            }
-        };
-        let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
-        let at = self.choose_slot(found.donor).ok_or(no_slot)?;
-        let sequence = self.seqs.take_at(at, options.key, limit);
-        let slot = sequence.slot;
-        self.begun += 1;
-        self.seqs.record_mut(slot).begun = self.begun;
-        if let Some(reuse) = &mut self.reuse {
-            let keys = reuse.index.as_mut().map(|index| index.take_keys(&options.namespace));
-            reuse.seqs[slot as usize].keys = keys.unwrap_or(super::prefix::ChainKeys::NONE);
-        }
-        self.claim(slot, &found);
-        if self.guaranteed() {
-            for group in 0..self.plan.groups.len() {
-                let quota = self.plan.blocks_for(group_idx(group), limit);
-                let state = self.seqs.state_mut(slot, group);
-                state.quota = quota;
-                let promised = state.promised();
-                if let Some(store) = self.pool.store_mut(group) {
-                    let promised = store.promise(promised);
-                    debug_assert!(promised.is_ok(), "`admit` has counted them");
-                }
-            }
-        }
-        self.claim_partial(slot, &found);
-        Ok((Begun { sequence, cached_len: found.len, limit }, Pending { found, free_at: at }))
-    }
-
-    /// Undoes [`Cache::begin_claimed`], when everything since has been undone.
-    fn unbegin(&mut self, slot: u32) {
-        self.unclaim_partial(slot);
-        for group in 0..self.plan.groups.len() {
-            let promised = self.seqs.state(slot, group).promised();
-            if let Some(store) = self.pool.store_mut(group) {
-                store.unpromise(promised);
-            }
-        }
-        self.unclaim(slot);
-        if let Some(reuse) = &mut self.reuse {
-            let share = &mut reuse.seqs[slot as usize];
-            let keys = std::mem::replace(&mut share.keys, super::prefix::ChainKeys::NONE);
-            share.published = 0;
-            if let Some(index) = &mut reuse.index {
-                index.drop_keys(&keys);
-            }
-        }
-        self.begun -= 1;
-        let free_at = self.pending[slot as usize].free_at;
-        self.seqs.untake(slot, free_at);
-    }
-
-    /// The part of `begin` that follows when all are in: takes from donors, remembers.
-    fn finish_begin(
-        &mut self,
-        prompt: &[u32],
-        options: &BeginOptions,
-        slot: u32,
-        found: &Found,
-    ) -> Result<(), CacheError> {
-        if let Some(donor) = found.donor {
-            self.take_from_donor(slot, donor)?;
-        }
-        let record = self.seqs.record_mut(slot);
-        record.len = found.len;
-        record.high_water = found.len;
-        record.written = if found.donor.is_some() { record.written.max(found.len) } else { 0 };
-        for group in 0..self.plan.groups.len() {
-            self.live_tokens[group] += self.live_in(group, slot);
-            self.set_tail(group, slot, true);
-        }
-        self.counters.seqs_begun += 1;
-        let Some(reuse) = &mut self.reuse else { return Ok(()) };
-        let known = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let record = self.seqs.record_mut(slot);
-        record.known = known;
-        record.settles_late = options.lookahead_tokens > 0;
-        reuse.tokens_mut(slot)[..prompt.len()].copy_from_slice(prompt);
-        let share = &mut reuse.seqs[slot as usize];
-        share.retentions = options.retention;
-        share.lookahead = options.lookahead_tokens;
-        share.retained = 0;
-        if let Some(name) = reuse.names.get_mut(slot as usize) {
-            name.namespace = options.namespace;
-            name.epoch = reuse.epoch;
-        }
-        let counters = &mut self.counters;
-        counters.prefix_queries += 1;
-        counters.prefix_query_tokens += u64::from(known);
-        counters.prefix_hit_tokens += u64::from(found.len);
-        counters.prefix_hit_blocks += u64::from(found.full);
-        if let Some((_, tokens)) = found.partial {
-            counters.prefix_partial_hits += 1;
-            counters.prefix_partial_tokens += u64::from(tokens);
-        }
-        counters.window_misses += u64::from(found.cut == Cut::Window);
-        counters.donor_misses += u64::from(found.cut == Cut::Donor);
-        Ok(())
-    }
-
     /// Counts a refusal by its cause.
-    fn note_refusal(&mut self, error: &CacheError) {
+    pub(super) fn note_refusal(&mut self, error: &CacheError) {
         let counters = &mut self.counters;
         match error {
             CacheError::NoSeqSlot { .. } => counters.refused_slots += 1,
@@ -428,7 +115,11 @@ impl Cache {
 
     /// Checks everything about a new sequence; gives the most tokens that it may have and what it
     /// finds in the cache.
-    fn admit(&self, prompt: &[u32], options: &BeginOptions) -> Result<(u32, Found), CacheError> {
+    pub(super) fn admit(
+        &self,
+        prompt: &[u32],
+        options: &BeginOptions,
+    ) -> Result<(u32, Found), CacheError> {
         let limit = self.check_request(prompt.len() as u64, options)?;
         // At most `max_len`, a u32.
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);

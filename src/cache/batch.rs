@@ -3,59 +3,15 @@
 //! All buffers have their largest size from open on; a step writes prefixes of them.
 
 use super::cow::Replaced;
+use super::csr::CsrBuffers;
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
-use crate::config::Admission;
 use crate::device::{AppendCounts, BatchSeq, prefetch};
 use crate::error::CacheError;
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
-use crate::units::{BlockId, GroupIdx, LayerIdx};
+use crate::units::{BlockId, LayerIdx};
 
 const _: () = assert!(size_of::<BatchSeq>() as u64 == BATCH_SEQ_BYTES);
-
-/// The blocks of a batch in compressed sparse row form, as FlashInfer takes it.
-///
-/// In a windowed group the blocks of a sequence begin with those of its sinks, if it has any, and
-/// go on at `kv_first_position`; what lies between has left the window.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Csr<'a> {
-    /// Where each sequence's blocks begin in `kv_indices`, and the end. `[num_seqs + 1]`
-    pub kv_indptr: &'a [u32],
-    /// The blocks of all sequences, in order of position. `[kv_indptr[num_seqs]]`
-    pub kv_indices: &'a [u32],
-    /// Tokens in each sequence's last block, 1..=`tokens_per_block`. `[num_seqs]`
-    pub kv_last_block_len: &'a [u32],
-    /// Position of the first token of each sequence's first block behind the sinks' blocks; 0 in
-    /// a group without a window. `[num_seqs]`
-    pub kv_first_position: &'a [u32],
-}
-
-/// The buffers of one paged group's CSR form.
-#[derive(Debug)]
-struct CsrBuffers {
-    kv_indptr: Vec<u32>,
-    kv_indices: Vec<u32>,
-    kv_last_block_len: Vec<u32>,
-    kv_first_position: Vec<u32>,
-}
-
-impl CsrBuffers {
-    fn new(seqs: usize, table_entries: usize) -> Self {
-        Self {
-            kv_indptr: Vec::with_capacity(seqs + 1),
-            kv_indices: Vec::with_capacity(table_entries),
-            kv_last_block_len: Vec::with_capacity(seqs),
-            kv_first_position: Vec::with_capacity(seqs),
-        }
-    }
-
-    fn clear(&mut self) {
-        self.kv_indptr.clear();
-        self.kv_indices.clear();
-        self.kv_last_block_len.clear();
-        self.kv_first_position.clear();
-    }
-}
 
 /// The buffers, and whether a step is open.
 #[derive(Debug)]
@@ -68,7 +24,7 @@ pub(super) struct Batch {
     /// `[num_layers]`
     pub(super) appended: Vec<bool>,
     /// How many of them are.
-    num_appended: usize,
+    pub(super) num_appended: usize,
     /// Elements that the step's appends had to change; counted when it commits.
     pub(super) counts: AppendCounts,
     /// Blocks that the step needs of each group. `[num_groups]`
@@ -77,13 +33,15 @@ pub(super) struct Batch {
     pub(super) replaced: Vec<Replaced>,
     /// Groups and blocks that it takes out of the index, to write in place.
     pub(super) withdrawn: Vec<(u32, u32)>,
+    /// Whether some last block was shared with others.
+    pub(super) shared_tails: bool,
     /// Whether it was told which tokens it appends.
-    tokens_given: bool,
+    pub(super) tokens_given: bool,
     /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked.
     open: bool,
     /// `[num_groups]`, `None` for contiguous groups.
-    csr: Vec<Option<CsrBuffers>>,
-    csr_built: bool,
+    pub(super) csr: Vec<Option<CsrBuffers>>,
+    pub(super) csr_built: bool,
     /// The number of the step, to tell sequences that it names from others.
     number: u64,
 }
@@ -107,6 +65,7 @@ impl Batch {
             wanted: vec![0; plan.groups.len()],
             replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
             withdrawn: Vec::with_capacity(seqs * csr.clone().flatten().count()),
+            shared_tails: false,
             tokens_given: false,
             open: false,
             csr: csr.collect(),
@@ -122,7 +81,7 @@ impl Batch {
         again
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.seqs.clear();
         self.positions.clear();
         self.token_slots.iter_mut().for_each(Vec::clear);
@@ -169,6 +128,7 @@ impl Cache {
                 self.check_tokens(wanted, tokens)?;
             }
         }
+        self.batch.shared_tails = shared_tails;
         if shared_tails {
             self.hold_shared_tails(wanted);
         }
@@ -445,155 +405,5 @@ impl Cache {
         self.undo_copies();
         self.batch.clear();
         self.counters.steps_cancelled += 1;
-    }
-
-    /// Makes the batch's tokens part of their sequences.
-    pub(super) fn commit_step(&mut self) -> Result<(), CacheError> {
-        let missing = self.batch.appended.len() - self.batch.num_appended;
-        if missing > 0 && !self.batch.seqs.is_empty() {
-            let first = self.batch.appended.iter().position(|done| !done).unwrap_or(0);
-            return Err(CacheError::StepIncomplete {
-                missing: u32::try_from(missing).unwrap_or(u32::MAX),
-                first: LayerIdx(u32::try_from(first).unwrap_or(u32::MAX)),
-            });
-        }
-        self.drop_replaced();
-        self.ask_for_publishing();
-        for at in 0..self.batch.seqs.len() {
-            let BatchSeq { slot, rows, .. } = self.batch.seqs[at];
-            self.grow(slot, rows);
-        }
-        self.counters.nonfinite += self.batch.counts.nonfinite;
-        self.counters.saturated += self.batch.counts.saturated;
-        if self.plan.admission == Admission::StaticBatch && !self.batch.seqs.is_empty() {
-            self.batch_closed = true;
-        }
-        self.batch.clear();
-        self.counters.steps_committed += 1;
-        // Blocks were taken by `reserve`; since then they can only have become fewer.
-        self.note_used_peak();
-        Ok(())
-    }
-
-    /// Tells the processor which lines the sequences that are about to publish their block will
-    /// touch, so that the misses of one overlap with those of the others.
-    fn ask_for_publishing(&self) {
-        if !self.batch.tokens_given || self.reuse.is_none() {
-            return;
-        }
-        for (seq, end) in self.batch.seqs.iter().zip(&self.batch.seq_lens) {
-            if seq.rows == 1 && end & self.block_mask == 0 {
-                let at = (end >> self.block_shift) - 1;
-                self.hashes_ahead(seq.slot, at..at + 1);
-            }
-        }
-    }
-
-    /// Makes a step's tokens part of one sequence.
-    fn grow(&mut self, slot: u32, rows: u32) {
-        let (len, old_water) = (self.seqs.record(slot).len, self.seqs.record(slot).high_water);
-        let new_len = len + rows;
-        let high_water = old_water.max(new_len);
-        // The last block stays the last and not full: the usual case of decoding.
-        let same_tail = len & self.block_mask != 0
-            && new_len & self.block_mask != 0
-            && len >> self.block_shift == new_len >> self.block_shift;
-        for group in 0..self.plan.groups.len() {
-            // Its last block was copied if anyone else held it: it is its own now.
-            self.seqs.state_mut(slot, group).shared_tail = false;
-            if self.plan.groups[group].window.is_none() {
-                self.live_tokens[group] += u64::from(rows);
-            } else {
-                let before = self.live_of(group, len, old_water);
-                self.live_tokens[group] += self.live_of(group, new_len, high_water);
-                self.live_tokens[group] -= before;
-            }
-            if !same_tail {
-                self.leave_tail(group, slot);
-            }
-        }
-        let tokens_given = self.batch.tokens_given;
-        let record = self.seqs.record_mut(slot);
-        if tokens_given && record.known >= len {
-            record.known = record.known.max(new_len);
-        }
-        record.len = new_len;
-        record.high_water = high_water;
-        self.counters.tokens_appended += u64::from(rows);
-        if !same_tail {
-            for group in 0..self.plan.groups.len() {
-                self.set_tail(group, slot, true);
-            }
-        }
-        if self.reuse.is_some() && (!same_tail || self.seqs.record(slot).settles_late) {
-            self.publish(slot);
-        }
-        for group in 0..self.plan.groups.len() {
-            if self.plan.groups[group].window.is_some() {
-                self.leave_window(group, slot);
-            }
-        }
-    }
-
-    /// Gives back the blocks that have left the window of a paged group.
-    fn leave_window(&mut self, group: usize, slot: u32) {
-        let layers = &self.plan.groups[group];
-        if layers.window.is_none() || layers.kind == GroupKind::Contiguous {
-            return;
-        }
-        let per_block = layers.layout.unit_tokens;
-        let sink_blocks = layers.layout.sink_tokens.div_ceil(per_block);
-        let high_water = self.seqs.record(slot).high_water;
-        let first = self.plan.keep_from(group_idx(group), high_water) / per_block;
-        let from = self.seqs.state(slot, group).first.max(sink_blocks);
-        for at in from..first {
-            self.give_back_block(group, slot, at);
-        }
-        let state = self.seqs.state_mut(slot, group);
-        state.first = state.first.max(first);
-    }
-
-    /// Builds the CSR form of every paged group for the batch under way.
-    pub(super) fn build_csr(&mut self) {
-        for group in 0..self.plan.groups.len() {
-            self.build_csr_of(group);
-        }
-        self.batch.csr_built = true;
-    }
-
-    fn build_csr_of(&mut self, group: usize) {
-        let Batch { seqs, seq_lens, csr, .. } = &mut self.batch;
-        let Some(csr) = &mut csr[group] else { return };
-        let layers = &self.plan.groups[group];
-        let per_block = layers.layout.unit_tokens;
-        let sink_blocks = layers.layout.sink_tokens.div_ceil(per_block);
-        csr.clear();
-        csr.kv_indptr.push(0);
-        for (seq, len) in seqs.iter().zip(seq_lens) {
-            let state = self.seqs.state(seq.slot, group);
-            let start = seq.slot as usize * layers.max_blocks_per_seq as usize;
-            let row = &self.tables[group][start..start + state.next as usize];
-            let sinks = sink_blocks.min(state.next) as usize;
-            let first = (state.first as usize).max(sinks);
-            csr.kv_indices.extend_from_slice(&row[..sinks]);
-            csr.kv_indices.extend_from_slice(&row[first..]);
-            csr.kv_indptr.push(u32::try_from(csr.kv_indices.len()).unwrap_or(u32::MAX));
-            csr.kv_last_block_len.push((*len - 1) % per_block + 1);
-            csr.kv_first_position.push(state.first.max(sink_blocks.min(state.next)) * per_block);
-        }
-    }
-
-    /// A paged group's CSR form.
-    pub(super) fn csr(&self, group: GroupIdx) -> Result<Csr<'_>, CacheError> {
-        match self.batch.csr.get(group.index()) {
-            Some(Some(csr)) if self.batch.csr_built => Ok(Csr {
-                kv_indptr: &csr.kv_indptr,
-                kv_indices: &csr.kv_indices,
-                kv_last_block_len: &csr.kv_last_block_len,
-                kv_first_position: &csr.kv_first_position,
-            }),
-            Some(Some(_)) => Err(CacheError::CsrNotBuilt),
-            _ => Err(self.no_such_group(group, "paged")),
-        }
     }
 }

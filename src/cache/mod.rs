@@ -15,7 +15,11 @@ mod admission;
 mod audit;
 mod audit_reuse;
 mod batch;
+mod begin;
+mod claim;
+mod commit;
 mod cow;
+mod csr;
 mod donor;
 mod events;
 mod evict;
@@ -26,12 +30,15 @@ mod prefix;
 mod publish;
 mod retention;
 mod reuse;
+mod rows;
 mod sequence;
+mod stats;
 mod step;
 mod truncate;
 
-pub use admission::{BeginOptions, Begun, Estimate, Reservation};
-pub use batch::Csr;
+pub use admission::{Estimate, Reservation};
+pub use begin::{BeginOptions, Begun};
+pub use csr::Csr;
 pub use events::{Event, EventKind, Polled};
 pub use pin::PinHandle;
 pub use preempt::Preempted;
@@ -46,11 +53,11 @@ use crate::config::{Admission, DeviceConfig};
 use crate::device::cpu::{CpuDevice, available_memory, num_threads};
 use crate::device::{Device, DeviceInfo};
 use crate::error::{CacheError, OpenError, PlanError};
-use crate::plan::{GroupKind, NO_BLOCK, Plan};
-use crate::pool::{BlockHandle, BlockStore, GroupStats, MAX_PRIORITY, Pool, Stats};
-use crate::units::{BlockId, Bytes, GroupIdx, SeqSlot};
-use admission::Pending;
+use crate::plan::{NO_BLOCK, Plan};
+use crate::pool::{MAX_PRIORITY, Pool, Stats};
+use crate::units::{Bytes, GroupIdx, SeqSlot};
 use batch::Batch;
+use begin::Pending;
 use prefix::ChainKeys;
 use reuse::Reuse;
 use sequence::SeqTable;
@@ -80,6 +87,8 @@ pub struct Cache {
     block_shift: u32,
     /// and this and 1 more.
     block_mask: u32,
+    /// Whether some group has a window.
+    has_windows: bool,
     /// Sequences begun since the last reset.
     begun: u64,
     /// Under static-batch: a step of this batch was committed, so nobody else gets in.
@@ -160,6 +169,7 @@ impl Cache {
             pending: vec![Pending::NOTHING; plan.seq_slots as usize],
             block_shift: plan.tokens_per_block.trailing_zeros(),
             block_mask: plan.tokens_per_block - 1,
+            has_windows: plan.groups.iter().any(|group| group.window.is_some()),
             begun: 0,
             batch_closed: false,
             preempted: false,
@@ -250,135 +260,6 @@ impl Cache {
         }
     }
 
-    /// Takes a block into a row; out of the sequence's promise where it has one.
-    fn take_block(&mut self, group: usize, slot: u32, at: u32) -> Option<BlockId> {
-        if !self.make_free(group) {
-            return None;
-        }
-        let store = self.pool.store_mut(group)?;
-        let state = self.seqs.state_mut(slot, group);
-        let promised = state.promised();
-        state.held += 1;
-        // First off the promise, then out of the list: never more promised than there is.
-        store.unpromise(promised - state.promised());
-        let block = store.take()?;
-        self.set_entry(group, slot, at, block.0);
-        Some(block)
-    }
-
-    /// The error for a group that has too few blocks.
-    fn exhausted(&self, group: usize, wanted: u32) -> CacheError {
-        let available = self.pool.store(group).map_or(0, BlockStore::available);
-        CacheError::PoolExhausted {
-            group: group_idx(group),
-            wanted: u64::from(wanted),
-            available: u64::from(available),
-        }
-    }
-
-    /// Counters and gauges.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        let (active, promised, cached) = self.pool.block_bytes(&self.plan);
-        Stats {
-            cached_bytes: cached,
-            seqs: self.seqs.alive(),
-            used_bytes: self.used_bytes(),
-            held_bytes: Bytes(active.0 + self.slot_bytes()),
-            promised_bytes: promised,
-            ..self.counters.clone()
-        }
-    }
-
-    /// Blocks evicted so far, by the priority that they had. `[101]`
-    #[must_use]
-    pub fn evictions_by_priority(&self) -> &[u64; MAX_PRIORITY as usize + 1] {
-        &self.evictions_by_priority
-    }
-
-    /// Gauges of one group; `None` for a group that the plan does not have.
-    #[must_use]
-    pub fn group_stats(&self, group: GroupIdx) -> Option<GroupStats> {
-        let live_tokens = *self.live_tokens.get(group.index())?;
-        let blocks = self.pool.store(group.index()).map(BlockStore::counts);
-        Some(GroupStats { blocks: blocks.unwrap_or_default(), live_tokens })
-    }
-
-    /// A group's block table, row by sequence slot, and the entries of a row. Entries that name
-    /// no block are [`NO_BLOCK`].
-    ///
-    /// # Errors
-    /// A group that does not exist or is contiguous.
-    pub fn block_table(&self, group: GroupIdx) -> Result<(&[u32], u32), CacheError> {
-        let layers = self.plan.groups.get(group.index());
-        match layers.filter(|layers| layers.kind == GroupKind::Paged) {
-            Some(layers) => Ok((&self.tables[group.index()], layers.max_blocks_per_seq)),
-            None => Err(self.no_such_group(group, "paged")),
-        }
-    }
-
-    /// A number that changes whenever a block leaves the sequence: a row of a block table that was
-    /// read under another number is stale.
-    ///
-    /// # Errors
-    /// A stale or foreign handle.
-    pub fn table_version(&self, sequence: SeqHandle) -> Result<u64, CacheError> {
-        Ok(self.seqs.record(self.seqs.check(sequence)?).table_version)
-    }
-
-    /// The block that holds a position of a sequence, as a handle that can be checked later.
-    ///
-    /// # Errors
-    /// A stale or foreign handle, a group that is not paged, a position that is not held.
-    pub fn block_of(
-        &self,
-        sequence: SeqHandle,
-        group: GroupIdx,
-        position: u32,
-    ) -> Result<BlockHandle, CacheError> {
-        let slot = self.seqs.check(sequence)?;
-        let (table, row) = self.block_table(group)?;
-        let layers = &self.plan.groups[group.index()];
-        let at = position / layers.layout.unit_tokens;
-        let entry = slot as usize * row as usize + at as usize;
-        let block = if at < row { table[entry] } else { NO_BLOCK };
-        let store = self.pool.store(group.index());
-        match store.and_then(|store| store.get(BlockId(block))) {
-            Some((_, _, generation)) => Ok(BlockHandle {
-                cache_id: self.cache_id,
-                group,
-                block: BlockId(block),
-                generation,
-            }),
-            None => Err(CacheError::NotHeld {
-                layer: layers.layers[0],
-                from: position,
-                to: position + 1,
-                kept_from: self.plan.keep_from(group, self.seqs.record(slot).high_water),
-                len: self.seqs.record(slot).len,
-            }),
-        }
-    }
-
-    /// The references to a block, when it still is what the handle says.
-    ///
-    /// # Errors
-    /// A stale or foreign handle.
-    pub fn block_refs(&self, handle: BlockHandle) -> Result<u32, CacheError> {
-        if handle.cache_id != self.cache_id {
-            return Err(CacheError::ForeignHandle);
-        }
-        let store = self.pool.store(handle.group.index());
-        match store.and_then(|store| store.get(handle.block)) {
-            Some((_, refs, generation)) if generation == handle.generation && refs > 0 => Ok(refs),
-            _ => Err(CacheError::StaleBlock {
-                group: handle.group,
-                block: handle.block.0,
-                generation: handle.generation,
-            }),
-        }
-    }
-
     /// Forgets everything: counters and the order of the free lists are as after open. The bytes
     /// of the pool are not touched.
     ///
@@ -416,120 +297,6 @@ impl Cache {
     /// A stale or foreign handle.
     pub fn seq_slot(&self, sequence: SeqHandle) -> Result<SeqSlot, CacheError> {
         self.seqs.check(sequence).map(SeqSlot)
-    }
-
-    fn no_such_group(&self, group: GroupIdx, kind: &'static str) -> CacheError {
-        CacheError::NoSuchGroup { group, num_groups: group_idx(self.plan.groups.len()).0, kind }
-    }
-
-    /// Tokens of a sequence of this length that some query may still see.
-    fn live_of(&self, group: usize, len: u32, high_water: u32) -> u64 {
-        let kept_from = self.plan.keep_from(group_idx(group), high_water).min(len);
-        let sinks = self.plan.groups[group].layout.sink_tokens.min(kept_from);
-        u64::from(len - kept_from + sinks)
-    }
-
-    fn live_in(&self, group: usize, slot: u32) -> u64 {
-        let record = self.seqs.record(slot);
-        self.live_of(group, record.len, record.high_water)
-    }
-
-    /// Gives back the blocks of a row from the last down to `keep`, the reverse of the order in
-    /// which they were taken.
-    fn give_back_from(&mut self, group: usize, slot: u32, keep: u32) {
-        let state = *self.seqs.state(slot, group);
-        for at in (keep..state.next).rev() {
-            self.give_back_block(group, slot, at);
-        }
-        let state = self.seqs.state_mut(slot, group);
-        state.next = state.next.min(keep);
-        state.first = state.first.min(keep);
-    }
-
-    /// Gives back one block of a row, if the row has it.
-    fn give_back_block(&mut self, group: usize, slot: u32, at: u32) {
-        let block = self.entry(group, slot, at);
-        if block == NO_BLOCK {
-            return;
-        }
-        self.set_entry(group, slot, at, NO_BLOCK);
-        let state = self.seqs.state_mut(slot, group);
-        let promised_before = state.promised();
-        state.held -= 1;
-        let promised = state.promised() - promised_before;
-        self.give_up(group, BlockId(block));
-        if let Some(store) = self.pool.store_mut(group) {
-            let kept = store.promise(promised);
-            debug_assert!(kept.is_ok(), "the block that came back can be promised");
-        }
-        self.seqs.record_mut(slot).table_version += 1;
-    }
-
-    /// The blocks that a sequence holds of a group, with their places in its row.
-    fn held_blocks(&self, group: usize, slot: u32) -> impl Iterator<Item = (u32, BlockId)> + '_ {
-        let row = self.plan.groups[group].max_blocks_per_seq as usize;
-        let next = self.seqs.state(slot, group).next as usize;
-        let entries = &self.tables[group][slot as usize * row..][..next];
-        (0..).zip(entries).filter(|(_, block)| **block != NO_BLOCK).map(|(at, b)| (at, BlockId(*b)))
-    }
-
-    /// Notes that the last block of a row is no tail any more: it is full, or the sequence goes.
-    fn leave_tail(&mut self, group: usize, slot: u32) {
-        self.set_tail(group, slot, false);
-    }
-
-    /// Notes that the last block of a row is its tail, or no more, if it is not full.
-    fn set_tail(&mut self, group: usize, slot: u32, tail: bool) {
-        let len = self.seqs.record(slot).len;
-        let layers = &self.plan.groups[group];
-        let per_block = layers.layout.unit_tokens;
-        if layers.kind == GroupKind::Contiguous || len.is_multiple_of(per_block) {
-            return;
-        }
-        let block = self.entry(group, slot, len / per_block);
-        if let Some(store) = self.pool.store_mut(group)
-            && block != NO_BLOCK
-        {
-            store.set_tail(BlockId(block), tail);
-        }
-    }
-
-    /// Bytes of the slots of live sequences in contiguous groups.
-    fn slot_bytes(&self) -> u64 {
-        let per_seq: u64 = self
-            .plan
-            .groups
-            .iter()
-            .filter(|group| group.kind == GroupKind::Contiguous)
-            .map(|group| group.layout.unit_bytes)
-            .sum();
-        per_seq * u64::from(self.seqs.alive())
-    }
-
-    fn used_bytes(&self) -> Bytes {
-        let groups = (0..).zip(self.live_tokens.iter().zip(&self.plan.groups));
-        let used = groups.map(|(g, (tokens, group))| {
-            // What several sequences hold is there once.
-            let again = self.pool.store(g).map_or(0, |store| u64::from(store.shared_rows()));
-            let tokens = tokens.saturating_sub(again * u64::from(group.layout.unit_tokens));
-            tokens * group.bytes_per_token.get()
-        });
-        Bytes(used.sum())
-    }
-
-    fn note_peaks(&mut self) {
-        self.note_used_peak();
-        self.note_held_peak();
-    }
-
-    fn note_used_peak(&mut self) {
-        let used = self.used_bytes();
-        self.counters.peak_used_bytes = self.counters.peak_used_bytes.max(used);
-    }
-
-    fn note_held_peak(&mut self) {
-        let held = Bytes(self.pool.block_bytes(&self.plan).0.0 + self.slot_bytes());
-        self.counters.peak_held_bytes = self.counters.peak_held_bytes.max(held);
     }
 
     /// Whether `begin` promises blocks.

@@ -1,0 +1,88 @@
+//! Counters and gauges, and the peaks that are noted on the way.
+//!
+//! Gauges are computed when they are asked for, from what the cache keeps anyway.
+
+use super::{Cache, group_idx};
+use crate::plan::GroupKind;
+use crate::pool::{BlockStore, GroupStats, MAX_PRIORITY, Stats};
+use crate::units::{Bytes, GroupIdx};
+
+impl Cache {
+    /// Counters and gauges.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let (active, promised, cached) = self.pool.block_bytes(&self.plan);
+        Stats {
+            cached_bytes: cached,
+            seqs: self.seqs.alive(),
+            used_bytes: self.used_bytes(),
+            held_bytes: Bytes(active.0 + self.slot_bytes()),
+            promised_bytes: promised,
+            ..self.counters.clone()
+        }
+    }
+
+    /// Blocks evicted so far, by the priority that they had. `[101]`
+    #[must_use]
+    pub fn evictions_by_priority(&self) -> &[u64; MAX_PRIORITY as usize + 1] {
+        &self.evictions_by_priority
+    }
+
+    /// Gauges of one group; `None` for a group that the plan does not have.
+    #[must_use]
+    pub fn group_stats(&self, group: GroupIdx) -> Option<GroupStats> {
+        let live_tokens = *self.live_tokens.get(group.index())?;
+        let blocks = self.pool.store(group.index()).map(BlockStore::counts);
+        Some(GroupStats { blocks: blocks.unwrap_or_default(), live_tokens })
+    }
+
+    /// Tokens of a sequence of this length that some query may still see.
+    pub(super) fn live_of(&self, group: usize, len: u32, high_water: u32) -> u64 {
+        let kept_from = self.plan.keep_from(group_idx(group), high_water).min(len);
+        let sinks = self.plan.groups[group].layout.sink_tokens.min(kept_from);
+        u64::from(len - kept_from + sinks)
+    }
+
+    pub(super) fn live_in(&self, group: usize, slot: u32) -> u64 {
+        let record = self.seqs.record(slot);
+        self.live_of(group, record.len, record.high_water)
+    }
+
+    /// Bytes of the slots of live sequences in contiguous groups.
+    fn slot_bytes(&self) -> u64 {
+        let per_seq: u64 = self
+            .plan
+            .groups
+            .iter()
+            .filter(|group| group.kind == GroupKind::Contiguous)
+            .map(|group| group.layout.unit_bytes)
+            .sum();
+        per_seq * u64::from(self.seqs.alive())
+    }
+
+    fn used_bytes(&self) -> Bytes {
+        let groups = (0..).zip(self.live_tokens.iter().zip(&self.plan.groups));
+        let used = groups.map(|(g, (tokens, group))| {
+            // What several sequences hold is there once.
+            let again = self.pool.store(g).map_or(0, |store| u64::from(store.shared_rows()));
+            let tokens = tokens.saturating_sub(again * u64::from(group.layout.unit_tokens));
+            tokens * group.bytes_per_token.get()
+        });
+        Bytes(used.sum())
+    }
+
+    pub(super) fn note_peaks(&mut self) {
+        self.note_used_peak();
+        self.note_held_peak();
+    }
+
+    pub(super) fn note_used_peak(&mut self) {
+        let used = self.used_bytes();
+        self.counters.peak_used_bytes = self.counters.peak_used_bytes.max(used);
+    }
+
+    pub(super) fn note_held_peak(&mut self) {
+        let held = Bytes(self.pool.block_bytes(&self.plan).0.0 + self.slot_bytes());
+        self.counters.peak_held_bytes = self.counters.peak_held_bytes.max(held);
+    }
+}
