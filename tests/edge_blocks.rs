@@ -214,7 +214,7 @@ fn edge_09_reset_while_sequences_live() {
     let mut cache = Spec::default().open();
     let seq = begin(&mut cache, 0);
     let error = assert_refused(&mut cache, Cache::reset);
-    assert_eq!(error, CacheError::SequencesAlive { live: 1 });
+    assert_eq!(error, CacheError::SequencesAlive { live: 1, reserved: 0 });
     append_step(&mut cache, &[(seq, 2)], &[1, 2]).expect("still alive");
     let block = cache.block_of(seq, GroupIdx(0), 0).expect("held");
     cache.release(seq).expect("alive");

@@ -9,7 +9,8 @@
 //! anyone any more, and one that others hold costs nothing until it must be copied, which is
 //! promised too (see `pool/block_store.rs`, "What sharing owes").
 
-use super::begin::{BeginOptions, Begun};
+use super::begin::{BeginOptions, Begun, Hit};
+use super::claim::Room;
 use super::reuse::Found;
 use super::{Cache, group_idx};
 use crate::config::Admission;
@@ -31,6 +32,18 @@ pub struct Estimate {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Reservation {
     begun: Begun,
+    hit: Hit,
+}
+
+/// A reservation that was neither begun nor cancelled.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReservationRefused {
+    /// It is another cache's: here it is again, for that cache.
+    #[error("the reservation belongs to another cache; begin or cancel it there")]
+    Foreign(Reservation),
+    /// `cancel_reservations` has given its place back.
+    #[error("the reservation has been cancelled")]
+    Cancelled,
 }
 
 impl Reservation {
@@ -57,7 +70,7 @@ impl Cache {
         prompt: &[u32],
         options: &BeginOptions,
     ) -> Result<Estimate, CacheError> {
-        let (limit, found) = self.admit(prompt, options)?;
+        let (limit, found) = self.admit(prompt, options, false)?;
         Ok(Estimate { cached_len: found.len, limit })
     }
 
@@ -71,33 +84,79 @@ impl Cache {
         prompt: &[u32],
         options: &BeginOptions,
     ) -> Result<Reservation, CacheError> {
-        let begun = self.begin(prompt, *options)?;
+        let (begun, hit) = self.begin_uncounted(prompt, options)?;
         self.seqs.record_mut(begun.sequence.slot).reserved = true;
-        Ok(Reservation { begun })
+        Ok(Reservation { begun, hit })
     }
 
     /// Begins the sequence that a place was kept for.
     ///
     /// # Errors
-    /// A reservation of another cache.
-    #[expect(clippy::needless_pass_by_value, reason = "a reservation is used once")]
-    pub fn begin_reserved(&mut self, reservation: Reservation) -> Result<Begun, CacheError> {
-        let slot = self.seqs.check(reservation.begun.sequence)?;
+    /// [`ReservationRefused`]: a reservation of another cache, which comes back with the error, or
+    /// one that [`Cache::cancel_reservations`] has cancelled.
+    pub fn begin_reserved(
+        &mut self,
+        reservation: Reservation,
+    ) -> Result<Begun, ReservationRefused> {
+        let (slot, Reservation { begun, hit }) = self.check_reservation(reservation)?;
         self.begun += 1;
         let record = self.seqs.record_mut(slot);
         record.reserved = false;
         // It is as old as its beginning, not as its reservation.
         record.begun = self.begun;
-        Ok(reservation.begun)
+        self.note_begun(&hit);
+        Ok(begun)
     }
 
     /// Gives a kept place back.
     ///
     /// # Errors
-    /// A reservation of another cache.
-    #[expect(clippy::needless_pass_by_value, reason = "a reservation is used once")]
-    pub fn cancel_reservation(&mut self, reservation: Reservation) -> Result<(), CacheError> {
-        self.release(reservation.begun.sequence)
+    /// As [`Cache::begin_reserved`].
+    pub fn cancel_reservation(
+        &mut self,
+        reservation: Reservation,
+    ) -> Result<(), ReservationRefused> {
+        let (slot, _) = self.check_reservation(reservation)?;
+        self.cancel_reserved(slot);
+        Ok(())
+    }
+
+    /// Gives back every place that is kept, also those whose [`Reservation`] was lost: it holds
+    /// room until it is begun or cancelled, and dropping it does neither. Gives how many they were.
+    pub fn cancel_reservations(&mut self) -> u32 {
+        let mut cancelled = 0;
+        for slot in 0..self.plan.seq_slots {
+            if self.seqs.record(slot).reserved {
+                self.cancel_reserved(slot);
+                cancelled += 1;
+            }
+        }
+        cancelled
+    }
+
+    /// How many places are kept.
+    #[must_use]
+    pub fn reservations(&self) -> u32 {
+        let reserved = self.seqs.records.iter().filter(|record| record.reserved).count();
+        // At most `seq_slots`, a u32.
+        u32::try_from(reserved).unwrap_or(u32::MAX)
+    }
+
+    fn cancel_reserved(&mut self, slot: u32) {
+        self.abandon_step();
+        self.release_slot(slot);
+    }
+
+    /// The slot that a reservation keeps.
+    fn check_reservation(
+        &self,
+        reservation: Reservation,
+    ) -> Result<(u32, Reservation), ReservationRefused> {
+        match self.seqs.check(reservation.begun.sequence) {
+            Ok(slot) => Ok((slot, reservation)),
+            Err(CacheError::ForeignHandle) => Err(ReservationRefused::Foreign(reservation)),
+            Err(_) => Err(ReservationRefused::Cancelled),
+        }
     }
 
     /// Counts a refusal by its cause.
@@ -114,17 +173,25 @@ impl Cache {
     }
 
     /// Checks everything about a new sequence; gives the most tokens that it may have and what it
-    /// finds in the cache.
+    /// finds in the cache. Where there is no room to copy a part of a block, it goes without that
+    /// part.
     pub(super) fn admit(
         &self,
         prompt: &[u32],
         options: &BeginOptions,
+        in_batch: bool,
     ) -> Result<(u32, Found), CacheError> {
         let limit = self.check_request(prompt.len() as u64, options)?;
         // At most `max_len`, a u32.
         let prompt_len = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let found = self.find(prompt, &options.namespace);
-        self.check_blocks(prompt_len, limit, &found)?;
+        let mut found = self.find(prompt, &options.namespace);
+        let checked = self.check_blocks(prompt_len, limit, &found, in_batch);
+        if matches!(checked, Err(CacheError::NotAdmitted { .. })) && found.partial.is_some() {
+            found = self.find_whole(prompt, &options.namespace);
+            self.check_blocks(prompt_len, limit, &found, in_batch)?;
+        } else {
+            checked?;
+        }
         if self.seqs.free.is_empty() {
             return Err(CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots });
         }
@@ -168,7 +235,13 @@ impl Cache {
 
     /// Checks that every paged group has the blocks for a new sequence. What can never be is found
     /// before what cannot be now.
-    fn check_blocks(&self, prompt_len: u32, limit: u32, found: &Found) -> Result<(), CacheError> {
+    fn check_blocks(
+        &self,
+        prompt_len: u32,
+        limit: u32,
+        found: &Found,
+        in_batch: bool,
+    ) -> Result<(), CacheError> {
         let paged = || (0..self.plan.groups.len()).filter_map(|g| Some((g, self.pool.store(g)?)));
         for (group, store) in paged() {
             let whole = self.plan.blocks_for(group_idx(group), limit);
@@ -194,7 +267,10 @@ impl Cache {
                 + i64::from(claims.cached)
                 + claims.debts
                 + i64::from(self.headroom(store));
-            if wanted > i64::from(BlockStore::unpromised(store)) {
+            let spare = i64::from(store.unpromised()) - wanted;
+            let left = i64::from(store.available()) - i64::from(claims.cached);
+            let room = if in_batch { Room::Spare(spare) } else { Room::Left(left) };
+            if spare < 0 || !self.part_fits(group, found, room) {
                 return Err(CacheError::NotAdmitted {
                     group: group_idx(group),
                     wanted: u64::try_from(wanted).unwrap_or(0),
@@ -224,7 +300,12 @@ impl Cache {
             let per_block = self.plan.groups[group].layout.unit_tokens;
             let tail = !self.seqs.record(source).len.is_multiple_of(per_block);
             let mut wanted = i64::from(state.promised());
+            let unshared = self.first_unshared(source);
             for (at, block) in self.held_blocks(group, source) {
+                if at >= unshared {
+                    wanted += 1;
+                    continue;
+                }
                 let is_tail = tail && at + 1 == state.next;
                 wanted += store.debt_change(block, 1, i32::from(is_tail), 0);
             }

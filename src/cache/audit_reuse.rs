@@ -54,9 +54,13 @@ impl Cache {
                 format!("group {group}: block {block} is held by {held:?}, and counts {counted:?}")
             })?;
         }
-        let shared: u64 = held.iter().map(|held| u64::from(held.rows.saturating_sub(1))).sum();
+        let shared: u64 =
+            held.iter().map(|held| u64::from((held.rows - held.tails).saturating_sub(1))).sum();
         require(shared == u64::from(store.shared_rows()), || {
-            format!("group {group}: {shared} shared rows, {} counted", store.shared_rows())
+            format!(
+                "group {group}: {shared} rows share full blocks, {} counted",
+                store.shared_rows()
+            )
         })?;
         let counted = u64::from(store.counts().promised);
         require(promised == counted, || {
@@ -219,7 +223,7 @@ impl Cache {
         for slot in 0..self.plan.seq_slots {
             let share = &reuse.seqs[slot as usize];
             let record = self.seqs.record(slot);
-            for number in [share.published, share.lookahead, share.retained, record.known] {
+            for number in [share.published, record.lookahead, share.retained, record.known] {
                 digest.push(u64::from(number));
             }
             for number in [share.keys.first, share.keys.salted, share.keys.salted_at] {

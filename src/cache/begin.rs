@@ -8,10 +8,11 @@
 
 use super::prefix::{ChainKeys, Namespace};
 use super::retention::Retentions;
-use super::reuse::{Cut, Found};
+use super::reuse::{Cut, Found, Reuse};
 use super::{Cache, SeqHandle, group_idx};
 use crate::error::{BatchRefused, CacheError};
 use crate::plan::PENDING_BYTES;
+use crate::pool::BlockStore;
 
 /// How a sequence is begun.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -43,6 +44,16 @@ pub struct Begun {
     /// Tokens that the sequence may have: `max_len` and the look-ahead, as far as
     /// `limits.max_seq_len` has room for the latter.
     pub limit: u32,
+}
+
+/// Blocks that one sequence may have evicted to come to a namespace's number, at most.
+const NAMES_EVICTED: u32 = 64;
+
+/// What a sequence found when it began, to be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hit {
+    prompt_tokens: u64,
+    found: Found,
 }
 
 /// A sequence of a batch that is claimed and not finished.
@@ -77,19 +88,28 @@ impl Cache {
     ///
     /// Nothing changes then.
     pub fn begin(&mut self, prompt: &[u32], options: BeginOptions) -> Result<Begun, CacheError> {
+        let (begun, hit) = self.begin_uncounted(prompt, &options)?;
+        self.note_begun(&hit);
+        Ok(begun)
+    }
+
+    /// `begin`, but for what the counters say of it.
+    pub(super) fn begin_uncounted(
+        &mut self,
+        prompt: &[u32],
+        options: &BeginOptions,
+    ) -> Result<(Begun, Hit), CacheError> {
         self.abandon_step();
-        let (mut begun, Pending { mut found, .. }) = self.begin_claimed(prompt, &options)?;
+        let (begun, Pending { found, .. }) = self.begin_claimed(prompt, options, false)?;
         let slot = begun.sequence.slot;
-        let finished = self
-            .settle_partial(slot, &mut found)
-            .and_then(|()| self.finish_begin(prompt, &options, slot, &found));
+        let finished =
+            self.take_partial(slot).and_then(|()| self.finish_begin(prompt, options, slot, &found));
         if let Err(error) = finished {
             self.release(begun.sequence)?;
             return Err(error);
         }
-        begun.cached_len = found.len;
         self.note_peaks();
-        Ok(begun)
+        Ok((begun, Hit { prompt_tokens: prompt.len() as u64, found }))
     }
 
     /// Begins several sequences, all or none. What each of them finds in the cache is claimed
@@ -119,7 +139,7 @@ impl Cache {
         self.mark_donors(wanted, true);
         let mut refused = None;
         for (index, (prompt, options)) in wanted.iter().enumerate() {
-            match self.begin_claimed(prompt, options) {
+            match self.begin_claimed(prompt, options, true) {
                 Ok((begun, pending)) => {
                     self.pending[begun.sequence.slot as usize] = pending;
                     out.push(begun);
@@ -135,7 +155,6 @@ impl Cache {
             while let Some(begun) = out.pop() {
                 self.unbegin(begun.sequence.slot);
             }
-            self.note_refusal(&refused.source);
             return Err(refused);
         }
         if let Err(failed) = self.finish_batch(wanted, out) {
@@ -153,46 +172,24 @@ impl Cache {
     fn finish_batch(
         &mut self,
         wanted: &[(&[u32], BeginOptions)],
-        out: &mut [Begun],
+        out: &[Begun],
     ) -> Result<(), BatchRefused> {
         // Copies first, the last first: so a block that several go on with in part has one
         // claimant left when the first one looks whether it can take it over.
-        for (index, begun) in out.iter_mut().enumerate().rev() {
-            let slot = begun.sequence.slot;
-            let mut found = self.pending[slot as usize].found;
-            self.settle_partial(slot, &mut found)
+        for (index, begun) in out.iter().enumerate().rev() {
+            self.take_partial(begun.sequence.slot)
                 .map_err(|source| BatchRefused { index, source })?;
-            begun.cached_len = found.len;
-            self.pending[slot as usize].found = found;
         }
         // Then the slots, the first first: a slot that one copies from may be another's.
-        for (index, ((prompt, options), begun)) in wanted.iter().zip(&*out).enumerate() {
+        for (index, ((prompt, options), begun)) in wanted.iter().zip(out).enumerate() {
             let slot = begun.sequence.slot;
             let found = self.pending[slot as usize].found;
             self.finish_begin(prompt, options, slot, &found)
                 .map_err(|source| BatchRefused { index, source })?;
         }
-        Ok(())
-    }
-
-    /// Takes what a new sequence matched in part; where there was no block for that, it begins
-    /// with its whole blocks.
-    fn settle_partial(&mut self, slot: u32, found: &mut Found) -> Result<(), CacheError> {
-        if self.take_partial(slot)? {
-            return Ok(());
-        }
-        *found = found.without_partial(self.plan.tokens_per_block);
-        if found.donor.is_some() {
-            // A donor that fits the longer prefix need not fit the shorter one.
-            *found = Found { cut: Cut::Donor, ..Found::NOTHING };
-            for group in 0..self.plan.groups.len() {
-                if self.pool.store(group).is_some() {
-                    self.give_back_from(group, slot, 0);
-                }
-            }
-            if let Some(reuse) = &mut self.reuse {
-                reuse.seqs[slot as usize].published = 0;
-            }
+        for ((prompt, _), begun) in wanted.iter().zip(out) {
+            let found = self.pending[begun.sequence.slot as usize].found;
+            self.note_begun(&Hit { prompt_tokens: prompt.len() as u64, found });
         }
         Ok(())
     }
@@ -219,8 +216,9 @@ impl Cache {
         &mut self,
         prompt: &[u32],
         options: &BeginOptions,
+        in_batch: bool,
     ) -> Result<(Begun, Pending), CacheError> {
-        let (limit, found) = match self.admit(prompt, options) {
+        let (limit, found) = match self.admit(prompt, options, in_batch) {
             Ok(admitted) => admitted,
             Err(error) => {
                 self.note_refusal(&error);
@@ -250,7 +248,7 @@ impl Cache {
                 }
             }
         }
-        self.claim_partial(slot, &found);
+        self.claim_partial(slot, &found, in_batch);
         Ok((Begun { sequence, cached_len: found.len, limit }, Pending { found, free_at: at }))
     }
 
@@ -296,24 +294,52 @@ impl Cache {
             self.live_tokens[group] += self.live_in(group, slot);
             self.set_tail(group, slot, true);
         }
-        self.counters.seqs_begun += 1;
+        self.seqs.record_mut(slot).lookahead = options.lookahead_tokens;
         let Some(reuse) = &mut self.reuse else { return Ok(()) };
         let known = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        let record = self.seqs.record_mut(slot);
-        record.known = known;
-        record.settles_late = options.lookahead_tokens > 0;
+        self.seqs.record_mut(slot).known = known;
         reuse.tokens_mut(slot)[..prompt.len()].copy_from_slice(prompt);
         let share = &mut reuse.seqs[slot as usize];
         share.retentions = options.retention;
-        share.lookahead = options.lookahead_tokens;
         share.retained = 0;
         if let Some(name) = reuse.names.get_mut(slot as usize) {
             name.namespace = options.namespace;
             name.epoch = reuse.epoch;
         }
+        self.name_sequence(slot, &options.namespace);
+        self.keep_claimed(slot, found.full);
+        Ok(())
+    }
+
+    /// Tries again to give a sequence its namespaces, if all numbers were in use when it was
+    /// admitted: the oldest blocks go, until one of them was the last of its namespace.
+    fn name_sequence(&mut self, slot: u32, namespace: &Namespace) {
+        let Some(lead) = self.lead() else { return };
+        let mut evicted = 0;
+        while self.reuse.as_ref().is_some_and(|r| r.seqs[slot as usize].keys.first == 0) {
+            let Some(victim) = self.pool.store(lead).and_then(BlockStore::victim) else { break };
+            if evicted == NAMES_EVICTED {
+                break;
+            }
+            evicted += 1;
+            self.evict_victim(lead, victim);
+            let Some(Reuse { index: Some(index), seqs, .. }) = &mut self.reuse else { return };
+            seqs[slot as usize].keys = index.take_keys(namespace);
+        }
+        let unnamed = self.reuse.as_ref().is_some_and(|r| r.seqs[slot as usize].keys.first == 0);
+        self.counters.namespaces_refused += u64::from(unnamed);
+    }
+
+    /// Counts a sequence that has begun, and what it found.
+    pub(super) fn note_begun(&mut self, hit: &Hit) {
+        let Hit { prompt_tokens, found } = hit;
         let counters = &mut self.counters;
+        counters.seqs_begun += 1;
+        if self.reuse.is_none() {
+            return;
+        }
         counters.prefix_queries += 1;
-        counters.prefix_query_tokens += u64::from(known);
+        counters.prefix_query_tokens += prompt_tokens;
         counters.prefix_hit_tokens += u64::from(found.len);
         counters.prefix_hit_blocks += u64::from(found.full);
         if let Some((_, tokens)) = found.partial {
@@ -322,6 +348,5 @@ impl Cache {
         }
         counters.window_misses += u64::from(found.cut == Cut::Window);
         counters.donor_misses += u64::from(found.cut == Cut::Donor);
-        Ok(())
     }
 }

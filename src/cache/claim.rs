@@ -22,6 +22,15 @@ pub(super) struct Claims {
     pub(super) debts: i64,
 }
 
+/// The room in a group for the part of a block that a new sequence goes on with.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Room {
+    /// In a batch: blocks that neither were promised nor are wanted by the sequence.
+    Spare(i64),
+    /// Alone: blocks that are available when the whole blocks of the match are claimed.
+    Left(i64),
+}
+
 impl Cache {
     /// Calls `each` with every block that a match claims, as (group, place in the row, block), in
     /// the order of claiming: from the last to the first.
@@ -63,6 +72,33 @@ impl Cache {
             }
         });
         claims
+    }
+
+    /// Whether a group has room to copy a part of a block, the block that it is copied to aside,
+    /// which the sequence has counted: the source must not be evicted meanwhile, which costs a block
+    /// until the verb ends if it was cached.
+    ///
+    /// Alone, a sequence may use for that what others were promised, as long as there is a block to
+    /// copy to; and a source that will be taken over costs nothing. In a batch others claim, too,
+    /// before anything is copied, the same source maybe, so it must cost nobody's promise.
+    pub(super) fn part_fits(&self, group: usize, found: &Found, room: Room) -> bool {
+        let (Some((source, _)), Some(index)) = (found.partial, self.index()) else { return true };
+        let windowed = index.windowed().iter().position(|of| *of == group);
+        let block = match windowed {
+            Some(windowed) => BlockId(index.attached(windowed, source)),
+            None if group == index.lead() => BlockId(source),
+            None => return true,
+        };
+        let Some(store) = self.pool.store(group) else { return true };
+        let cached = store.holders(block) == 0;
+        match room {
+            Room::Spare(spare) if cached => spare >= 1,
+            Room::Spare(spare) => spare >= store.debt_change(block, 1, 0, 0),
+            Room::Left(left) if cached => {
+                left >= 2 || (index.windowed().is_empty() && index.is_leaf(source))
+            }
+            Room::Left(_) => true,
+        }
     }
 
     /// Claims the whole blocks of a match for a new sequence: from here on none of them is evicted.
@@ -123,31 +159,70 @@ impl Cache {
         }
     }
 
-    /// Claims the block that a new sequence goes on with in part, until it has been copied. While
-    /// a batch begins that may be one block more than was counted; it comes back before the verb
-    /// ends, or becomes the sequence's own.
-    pub(super) fn claim_partial(&mut self, slot: u32, found: &Found) {
+    /// Claims the block that a new sequence goes on with in part, until it has been copied or has
+    /// become the sequence's own. In a batch that promises nothing, the block that it is copied to
+    /// is promised until then.
+    pub(super) fn claim_partial(&mut self, slot: u32, found: &Found, in_batch: bool) {
         let (Some(lead), Some((block, _))) = (self.lead(), found.partial) else { return };
+        let promise = in_batch && !self.guaranteed();
+        if promise {
+            self.promise_parts(true);
+        }
         self.claim_block(lead, block);
         for windowed in 0..self.windowed_groups() {
             let (group, attached) = self.attached_to(windowed, block);
             self.claim_block(group, attached);
         }
         if let Some(reuse) = &mut self.reuse {
-            reuse.seqs[slot as usize].partial = found.partial;
+            let share = &mut reuse.seqs[slot as usize];
+            share.partial = found.partial;
+            share.part_promised = promise;
         }
+    }
+
+    /// Promises a block of every group that copies parts of blocks, or takes that promise back.
+    fn promise_parts(&mut self, promise: bool) {
+        for at in 0..=self.windowed_groups() {
+            let Some(index) = self.index() else { return };
+            let group = at.checked_sub(1).map_or(index.lead(), |at| index.windowed()[at]);
+            let Some(store) = self.pool.store_mut(group) else { continue };
+            if promise {
+                let promised = store.promise(1);
+                debug_assert!(promised.is_ok(), "`admit` has counted it");
+            } else {
+                store.unpromise(1);
+            }
+        }
+    }
+
+    /// Takes the part that was claimed for a sequence off it, and the promise that came with it.
+    fn part_of(&mut self, slot: u32) -> Option<(u32, u32)> {
+        let share = &mut self.reuse.as_mut()?.seqs[slot as usize];
+        let partial = share.partial.take()?;
+        if std::mem::take(&mut share.part_promised) {
+            self.promise_parts(false);
+        }
+        Some(partial)
     }
 
     /// Undoes [`Cache::claim_partial`].
     pub(super) fn unclaim_partial(&mut self, slot: u32) {
-        let Some(reuse) = &mut self.reuse else { return };
-        let partial = reuse.seqs[slot as usize].partial.take();
-        let (Some(lead), Some((block, _))) = (self.lead(), partial) else { return };
+        let (Some(lead), Some((block, _))) = (self.lead(), self.part_of(slot)) else { return };
         for windowed in (0..self.windowed_groups()).rev() {
             let (group, attached) = self.attached_to(windowed, block);
             self.unclaim_block(group, attached);
         }
         self.unclaim_block(lead, block);
+    }
+
+    /// Lets the block go that a sequence would have gone on with in part: it ends before.
+    pub(super) fn give_up_partial(&mut self, slot: u32) {
+        let (Some(lead), Some((block, _))) = (self.lead(), self.part_of(slot)) else { return };
+        for windowed in 0..self.windowed_groups() {
+            let (group, attached) = self.attached_to(windowed, block);
+            self.give_up(group, BlockId(attached));
+        }
+        self.give_up(lead, BlockId(block));
     }
 
     /// A windowed group, and its block that is attached to one of the lead group.
@@ -212,40 +287,32 @@ impl Cache {
     /// Copies the tokens that a new sequence matched of a block it does not share, or takes the
     /// block over where nobody else can want it (a leaf that nobody holds, in a plan that keeps
     /// each token in one block only): if at least half of it is of use, or if there is no block to
-    /// copy to. Says whether the sequence has these tokens now.
+    /// copy to.
     ///
     /// # Errors
     /// The device's.
-    pub(super) fn take_partial(&mut self, slot: u32) -> Result<bool, CacheError> {
-        let Some(reuse) = &mut self.reuse else { return Ok(true) };
-        let share = &mut reuse.seqs[slot as usize];
-        let Some((source, tokens)) = share.partial.take() else { return Ok(true) };
-        let at = share.published;
-        let Some(index) = &reuse.index else { return Ok(true) };
+    pub(super) fn take_partial(&mut self, slot: u32) -> Result<(), CacheError> {
+        let Some((source, tokens)) = self.part_of(slot) else { return Ok(()) };
+        let Some(Reuse { index: Some(index), seqs, .. }) = &self.reuse else { return Ok(()) };
+        let at = seqs[slot as usize].published;
         let (lead, is_leaf) = (index.lead(), index.is_leaf(source));
-        let alone = index.windowed().is_empty()
-            && is_leaf
-            && self.pool.store(lead).is_some_and(|store| store.holders(BlockId(source)) == 1);
-        let groups = || std::iter::once(lead).chain(index.windowed().iter().copied());
-        let room = groups().all(|g| self.pool.store(g).is_some_and(|s| s.available() > 0));
-        if alone && (tokens * 2 >= self.plan.tokens_per_block || !room) {
+        let Some(store) = self.pool.store(lead) else { return Ok(()) };
+        let alone = index.windowed().is_empty() && is_leaf && store.holders(BlockId(source)) == 1;
+        if alone && (tokens * 2 >= self.plan.tokens_per_block || store.available() == 0) {
             self.take_over(slot, lead, at, source);
             self.counters.partial_takeovers += 1;
-            return Ok(true);
+            return Ok(());
         }
-        let mut result = Ok(room);
-        if room {
-            result = self.copy_partial(slot, lead, at, source, tokens).map(|()| true);
-        }
+        let mut result = self.copy_partial(slot, lead, at, source, tokens);
         for windowed in 0..self.windowed_groups() {
             let (group, attached) = self.attached_to(windowed, source);
-            if room && result.is_ok() {
-                result = self.copy_partial(slot, group, at, attached, tokens).map(|()| true);
+            if result.is_ok() {
+                result = self.copy_partial(slot, group, at, attached, tokens);
             }
             self.give_up(group, BlockId(attached));
         }
         self.give_up(lead, BlockId(source));
-        self.counters.partial_copies += u64::from(room);
+        self.counters.partial_copies += u64::from(result.is_ok());
         result
     }
 
@@ -264,7 +331,8 @@ impl Cache {
         }
     }
 
-    /// Takes a block for a row and copies some tokens into it.
+    /// Takes a block for a row and copies some tokens into it. `admit` has seen to it that there is
+    /// one.
     fn copy_partial(
         &mut self,
         slot: u32,

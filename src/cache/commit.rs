@@ -19,6 +19,7 @@ impl Cache {
                 first: LayerIdx(u32::try_from(first).unwrap_or(u32::MAX)),
             });
         }
+        let deduplicated = self.counters.blocks_deduplicated;
         self.drop_replaced();
         self.ask_for_publishing();
         let in_place = self.grow_in_place();
@@ -35,7 +36,11 @@ impl Cache {
         }
         self.batch.clear();
         self.counters.steps_committed += 1;
-        // Blocks were taken by `reserve`; since then they can only have become fewer.
+        // `reserve` has taken the blocks. Since then more are held only where a row has left a
+        // block to others and taken a cached one.
+        if self.counters.blocks_deduplicated > deduplicated {
+            self.note_held_peak();
+        }
         self.note_used_peak();
         Ok(())
     }
@@ -65,7 +70,8 @@ impl Cache {
         for seq in seqs {
             let record = self.seqs.record_mut(seq.slot);
             let (len, new_len) = (record.len, record.len + 1);
-            if len & self.block_mask == 0 || new_len & self.block_mask == 0 || record.settles_late {
+            if len & self.block_mask == 0 || new_len & self.block_mask == 0 || record.lookahead > 0
+            {
                 continue;
             }
             if self.batch.tokens_given && record.known >= len {
@@ -116,7 +122,7 @@ impl Cache {
                 self.set_tail(group, slot, true);
             }
         }
-        if self.reuse.is_some() && (!same_tail || self.seqs.record(slot).settles_late) {
+        if self.reuse.is_some() && (!same_tail || self.seqs.record(slot).lookahead > 0) {
             self.publish(slot);
         }
         for group in 0..self.plan.groups.len() {

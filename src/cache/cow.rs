@@ -3,7 +3,8 @@
 //! `reserve` turns the row's reference into a hold, so that the block stays as it is until the
 //! step has committed (a cancelled step takes it back), takes another block for the row, and copies
 //! exactly the row's tokens. Of several rows that end in the same block each copies but the last,
-//! which writes in place if nobody else can find the block.
+//! which writes in place if nobody else can find the block. Where the block is in the index and
+//! others go on from it there, the last copies too, if there is a block to spare; if not, they go.
 
 use super::{Cache, SeqHandle};
 use crate::error::CacheError;
@@ -47,21 +48,38 @@ impl Cache {
         let shareable = self.is_shareable(group, BlockId(block));
         let is_leaf =
             self.lead() != Some(group) || self.index().is_some_and(|index| index.is_leaf(block));
-        let Some(store) = self.pool.store_mut(group) else { return };
-        if store.holders(BlockId(block)) == 1 && (!shareable || is_leaf) {
+        let Some(store) = self.pool.store(group) else { return };
+        let alone = store.holders(BlockId(block)) == 1;
+        // Others go on from it in the index: a copy leaves it to them, but nothing was promised for
+        // that. Without room they go.
+        if alone && (!shareable || is_leaf || !self.has_spare(group)) {
             self.write_in_place(group, slot, block);
             if !shareable {
                 return;
             }
-            // Nobody holds it or goes on from it: taken out of the index it can be written.
+            // Nobody else holds it: taken out of the index it can be written.
             let group = u32::try_from(group).unwrap_or(u32::MAX);
             self.batch.withdrawn.push((group, block));
             return;
         }
+        let Some(store) = self.pool.store_mut(group) else { return };
         store.hold_tail(BlockId(block));
         self.batch.wanted[group] += 1;
         let group = u32::try_from(group).unwrap_or(u32::MAX);
         self.batch.replaced.push(Replaced { group, slot, at, block });
+    }
+
+    /// Whether there is a block that neither was promised nor is wanted by the step under way.
+    fn has_spare(&self, group: usize) -> bool {
+        let Some(store) = self.pool.store(group) else { return false };
+        if self.guaranteed() {
+            // What the blocks that were copied so far owed is not promised any more, and not taken
+            // yet either.
+            let copies = self.batch.replaced.iter().filter(|r| r.group as usize == group).count();
+            store.unpromised() as usize > copies
+        } else {
+            u64::from(store.available()) > self.batch.wanted[group]
+        }
     }
 
     /// A row is the only one left that holds its last block. If others of this step held it too,
@@ -84,6 +102,9 @@ impl Cache {
     /// Takes the last blocks out of the index that a step writes in place.
     pub(super) fn withdraw_tails(&mut self) {
         while let Some((group, block)) = self.batch.withdrawn.pop() {
+            if self.lead() == Some(group as usize) {
+                self.prune(group as usize, block);
+            }
             self.forget(group as usize, BlockId(block));
             self.counters.blocks_withdrawn += 1;
         }

@@ -1,11 +1,14 @@
 //! What happened to the prefix index, for whoever keeps a copy of it (a router, a log).
 //!
 //! A ring of `cache.event_buffer` events with running numbers. A reader that falls behind loses
-//! the oldest, and is told how many. Replayed into an empty index, all events give the index as it
-//! is.
+//! the oldest, and is told how many; [`Cache::resync_events`] tells it everything anew. Replayed
+//! into an empty index, all events give the index as it is.
 
 use super::Cache;
-use crate::plan::EVENT_BYTES;
+use super::prefix::Namespace;
+use super::reuse::Reuse;
+use crate::config::MAX_TOKENS_PER_BLOCK;
+use crate::plan::{EVENT_BYTES, NO_BLOCK};
 use crate::units::GroupIdx;
 
 /// One event.
@@ -30,7 +33,8 @@ pub enum EventKind<'a> {
         parent: Option<u32>,
         /// Its tokens. `[tokens_per_block]`
         tokens: &'a [u32],
-        /// The namespace that begins here, as a number of this cache; 0 = that of the parent.
+        /// The namespace that begins here, as a number of this cache
+        /// ([`Cache::namespace_numbers`]); 0 = that of the parent.
         namespace: u32,
     },
     /// A block of a windowed group now holds the same tokens as one of the index.
@@ -162,7 +166,7 @@ impl EventRing {
             let kind = match kind {
                 Kind::Stored => EventKind::Stored {
                     block,
-                    parent: (other != crate::plan::NO_BLOCK).then_some(other),
+                    parent: (other != NO_BLOCK).then_some(other),
                     tokens: &self.tokens[at * self.per_block..][..self.per_block],
                     namespace,
                 },
@@ -182,5 +186,50 @@ impl Cache {
     /// there are none.
     pub fn poll_events(&mut self, each: &mut dyn FnMut(Event<'_>)) -> Polled {
         self.reuse.as_mut().map_or(Polled::default(), |reuse| reuse.events.poll(each))
+    }
+
+    /// Hands over the index as it is, as events: [`EventKind::Cleared`], then every block that is
+    /// stored, a parent before its children, then every block that is attached. For a reader that
+    /// begins late or has lost events; it goes on with [`Cache::poll_events`], which begins behind
+    /// this. Works without `cache.event_buffer` too. All events have the number that the next one
+    /// will get. Gives how many they are. Looks at every block of the index.
+    pub fn resync_events(&mut self, each: &mut dyn FnMut(Event<'_>)) -> u64 {
+        let Some(Reuse { index: Some(index), events, .. }) = &mut self.reuse else { return 0 };
+        let number = events.next;
+        events.oldest = number;
+        let group_of = |group: usize| GroupIdx(u32::try_from(group).unwrap_or(u32::MAX));
+        let lead = group_of(index.lead());
+        let mut delivered = 0;
+        let mut deliver = |group: GroupIdx, kind: EventKind<'_>| {
+            each(Event { number, group, kind });
+            delivered += 1;
+        };
+        deliver(lead, EventKind::Cleared);
+        let mut tokens = [0; MAX_TOKENS_PER_BLOCK as usize];
+        let tokens = &mut tokens[..self.plan.tokens_per_block as usize];
+        index.each_published(&mut |block| {
+            index.load_tokens(block, tokens);
+            let parent = Some(index.parent(block)).filter(|parent| *parent != NO_BLOCK);
+            let namespace = index.namespace_of(block);
+            deliver(lead, EventKind::Stored { block, parent, tokens, namespace });
+        });
+        for (windowed, group) in index.windowed().iter().enumerate() {
+            for (block, of) in index.attachments(windowed) {
+                deliver(group_of(*group), EventKind::Attached { block, of });
+            }
+        }
+        delivered
+    }
+
+    /// The numbers under which the namespaces of a prompt stand in events now: that of its first
+    /// block, and that of the block at which its salt begins, if that is another one; 0 for one
+    /// that no sequence and no cached block names, so that nothing of it is cached. A number stays
+    /// while it is in use. After [`Cache::set_epoch`] the same namespace has another number.
+    #[must_use]
+    pub fn namespace_numbers(&self, namespace: &Namespace) -> [u32; 2] {
+        let Some(index) = self.index() else { return [0; 2] };
+        let keys = index.keys(namespace);
+        // What is salted and not in use has no number in the index either.
+        [keys.first, if keys.salted == u32::MAX { 0 } else { keys.salted }]
     }
 }

@@ -110,12 +110,32 @@ impl Cache {
             return true;
         }
         let Some(victim) = store.victim() else { return false };
-        let class = store.class(victim);
+        self.evict_victim(group, victim);
+        true
+    }
+
+    /// Evicts the block whose turn it is.
+    #[inline]
+    pub(super) fn evict_victim(&mut self, group: usize, victim: BlockId) {
+        let class = self.pool.store(group).map_or(0, |store| store.class(victim));
         self.ask_ahead(group, victim);
         self.evict(group, victim);
         self.counters.evictions += 1;
         self.evictions_by_priority[usize::from(class)] += 1;
-        true
+    }
+
+    /// Takes everything that goes on from a block of the lead group out of the index. Nobody holds
+    /// it: whoever did would hold the block too.
+    pub(super) fn prune(&mut self, lead: usize, block: u32) {
+        loop {
+            let Some(index) = self.index() else { return };
+            let Some(mut leaf) = index.children(block).next() else { return };
+            while let Some(child) = index.children(leaf).next() {
+                leaf = child;
+            }
+            self.evict(lead, BlockId(leaf));
+            self.counters.blocks_withdrawn += 1;
+        }
     }
 
     /// Tells the processor of a victim to come.

@@ -3,12 +3,15 @@
 use super::sequence::GroupState;
 use super::{Cache, SeqHandle};
 use crate::error::CacheError;
+use crate::plan::NO_BLOCK;
+use crate::pool::BlockStore;
 use crate::units::BlockId;
 
 impl Cache {
     /// A second sequence with the same tokens and the same limit. Blocks are shared; the first of
     /// the two that writes into the last one copies it, in the step that does. Contiguous layers
-    /// are copied at once.
+    /// are copied at once, and so are the blocks within the sequence's look-ahead, which either of
+    /// the two may rewind at any time without needing room for it.
     ///
     /// Beams, several answers to one prompt and drafts are made of this, `truncate` and `release`.
     ///
@@ -18,7 +21,7 @@ impl Cache {
     pub fn fork(&mut self, sequence: SeqHandle) -> Result<SeqHandle, CacheError> {
         self.abandon_step();
         let source = self.seqs.check(sequence)?;
-        self.check_room_for_fork(source)?;
+        self.check_room_for_fork(source).inspect_err(|error| self.note_refusal(error))?;
         let record = *self.seqs.record(source);
         let no_slot = CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots };
         let at = self.choose_slot(None).ok_or(no_slot)?;
@@ -31,7 +34,7 @@ impl Cache {
             copy.len = record.len;
             copy.high_water = record.high_water;
             copy.known = record.known;
-            copy.settles_late = record.settles_late;
+            copy.lookahead = record.lookahead;
             copy.written = record.written;
         }
         self.share_tokens(source, target);
@@ -41,7 +44,11 @@ impl Cache {
         }
         let copied = (0..self.plan.groups.len()).try_for_each(|group| {
             let contiguous = self.pool.store(group).is_none();
-            if contiguous { self.copy_slot(group, source, target) } else { Ok(()) }
+            if contiguous {
+                self.copy_slot(group, source, target)
+            } else {
+                self.copy_unshared(group, source, target)
+            }
         });
         if let Err(error) = copied {
             self.release(copy)?;
@@ -69,30 +76,65 @@ impl Cache {
         }
     }
 
-    /// Adds a fresh slot to the holders of all blocks of another's row. Room has been checked.
+    /// The first block of a row that a fork does not share: that in which the look-ahead begins.
+    /// What is published is shared in any case.
+    pub(super) fn first_unshared(&self, slot: u32) -> u32 {
+        let record = self.seqs.record(slot);
+        if record.lookahead == 0 {
+            return u32::MAX;
+        }
+        let settled = record.len.saturating_sub(record.lookahead) >> self.block_shift;
+        settled.max(self.reuse.as_ref().map_or(0, |reuse| reuse.seqs[slot as usize].published))
+    }
+
+    /// Gives a fresh slot the blocks of another's row, or copies of them from `first_unshared` on.
+    /// Room has been checked.
     fn share_blocks(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
         if self.pool.store(group).is_none() {
             return Ok(());
         }
         let state = *self.seqs.state(source, group);
-        let row = self.plan.groups[group].max_blocks_per_seq as usize;
-        let start = source as usize * row;
-        let held = start..start + state.next as usize;
-        self.tables[group].copy_within(held, target as usize * row);
+        let unshared = self.first_unshared(source);
+        *self.seqs.state_mut(target, group) =
+            GroupState { shared_tail: unshared >= state.next, ..state };
         for at in 0..state.next {
-            let block = self.entry(group, target, at);
-            if block != crate::plan::NO_BLOCK
-                && let Some(store) = self.pool.store_mut(group)
-            {
+            let block = self.entry(group, source, at);
+            if block == NO_BLOCK || at >= unshared {
+                continue;
+            }
+            if let Some(store) = self.pool.store_mut(group) {
                 // Never more references than sequences and pins.
                 store.add_ref(BlockId(block))?;
             }
+            self.set_entry(group, target, at, block);
         }
-        *self.seqs.state_mut(target, group) = GroupState { shared_tail: true, ..state };
-        self.seqs.state_mut(source, group).shared_tail = true;
+        for at in unshared..state.next {
+            if self.entry(group, source, at) != NO_BLOCK {
+                let made = self.make_free(group);
+                debug_assert!(made, "`check_room_for_fork` has counted it");
+                let block = self.pool.store_mut(group).and_then(BlockStore::take);
+                self.set_entry(group, target, at, block.map_or(NO_BLOCK, |block| block.0));
+            }
+        }
+        self.seqs.state_mut(source, group).shared_tail |= unshared >= state.next;
         self.set_tail(group, target, true);
         if let Some(store) = self.pool.store_mut(group) {
             store.promise(state.promised())?;
+        }
+        Ok(())
+    }
+
+    /// Copies the tokens of the blocks that a fork does not share.
+    fn copy_unshared(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
+        let layout = &self.plan.groups[group].layout;
+        let len = self.seqs.record(source).len;
+        for at in self.first_unshared(source)..self.seqs.state(source, group).next {
+            let (from, to) = (self.entry(group, source, at), self.entry(group, target, at));
+            let tokens = (len - at * layout.unit_tokens).min(layout.unit_tokens);
+            if from != NO_BLOCK {
+                let bytes = self.pool.device.copy_tokens(layout, from, to, 0..tokens)?;
+                self.counters.copied_bytes.0 += bytes;
+            }
         }
         Ok(())
     }

@@ -36,7 +36,7 @@ mod stats;
 mod step;
 mod truncate;
 
-pub use admission::{Estimate, Reservation};
+pub use admission::{Estimate, Reservation, ReservationRefused};
 pub use begin::{BeginOptions, Begun};
 pub use csr::Csr;
 pub use events::{Event, EventKind, Polled};
@@ -228,6 +228,7 @@ impl Cache {
     }
 
     fn release_slot(&mut self, slot: u32) {
+        self.give_up_partial(slot);
         self.publish_the_rest(slot);
         for group in 0..self.plan.groups.len() {
             let live = self.live_in(group, slot);
@@ -249,7 +250,6 @@ impl Cache {
             let share = &mut reuse.seqs[slot as usize];
             let keys = std::mem::replace(&mut share.keys, ChainKeys::NONE);
             share.published = 0;
-            share.partial = None;
             if let Some(index) = &mut reuse.index {
                 index.drop_keys(&keys);
             }
@@ -270,7 +270,8 @@ impl Cache {
         self.abandon_step();
         let live = self.seqs.alive();
         if live > 0 {
-            return Err(CacheError::SequencesAlive { live });
+            let reserved = self.reservations();
+            return Err(CacheError::SequencesAlive { live, reserved });
         }
         if let Some(live) = self.reuse.as_ref().map(|r| r.pins.alive()).filter(|live| *live > 0) {
             return Err(CacheError::PinsAlive { live });

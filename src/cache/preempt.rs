@@ -10,14 +10,17 @@ pub struct Preempted {
     pub sequence: SeqHandle,
     /// The engine's name for it.
     pub key: Option<u64>,
+    /// Whether it was a reservation: [`Cache::begin_reserved`] says that it was cancelled.
+    pub reserved: bool,
     /// Tokens that it had. Those of its full blocks are cached until they are evicted, so
     /// beginning it again may find them.
     pub len: u32,
 }
 
 impl Cache {
-    /// Under max-utilization, when a step finds too few blocks: releases the youngest sequence, to
-    /// be begun again with all its tokens. Never the only one that runs, so the oldest always ends.
+    /// Under max-utilization, when a step finds too few blocks: cancels the youngest reservation, or,
+    /// where there is none, releases the youngest sequence, to be begun again with all its tokens.
+    /// Never the only one that runs, so the oldest always ends.
     ///
     /// From then on until a sequence is released, `begin` leaves a block free for each sequence
     /// that runs: what comes back is not the next to go, so that preemption cannot ping-pong.
@@ -28,21 +31,20 @@ impl Cache {
         if self.plan.admission != Admission::MaxUtilization {
             return None;
         }
-        let running = || {
-            (0..self.plan.seq_slots).filter(|slot| {
-                let record = self.seqs.record(*slot);
-                record.alive && !record.reserved
-            })
-        };
-        if running().count() < 2 {
+        let alive = || (0..self.plan.seq_slots).filter(|slot| self.seqs.record(*slot).alive);
+        if alive().count() < 2 || alive().all(|slot| self.seqs.record(slot).reserved) {
             return None;
         }
-        let slot = running().max_by_key(|slot| self.seqs.record(*slot).begun)?;
+        let slot = alive().max_by_key(|slot| {
+            let record = self.seqs.record(*slot);
+            (record.reserved, record.begun)
+        })?;
         let record = *self.seqs.record(slot);
         let sequence = self.seqs.handle(slot);
         self.release_slot(slot);
         self.preempted = true;
         self.counters.preemptions += 1;
-        Some(Preempted { sequence, key: record.key, len: record.len })
+        let (key, reserved) = (record.key, record.reserved);
+        Some(Preempted { sequence, key, reserved, len: record.len })
     }
 }

@@ -17,7 +17,7 @@ impl Cache {
         let record = self.seqs.record(slot);
         let Some(reuse) = &self.reuse else { return };
         let share = &reuse.seqs[slot as usize];
-        let settled = record.known.min(record.len.saturating_sub(share.lookahead));
+        let settled = record.known.min(record.len.saturating_sub(record.lookahead));
         if share.keys.first == 0 || settled >> self.block_shift <= share.published {
             return;
         }
@@ -67,8 +67,7 @@ impl Cache {
 
     /// Publishes what a look-ahead held back, of a sequence that ends: nothing is rewound any more.
     pub(super) fn publish_the_rest(&mut self, slot: u32) {
-        let Some(reuse) = &mut self.reuse else { return };
-        reuse.seqs[slot as usize].lookahead = 0;
+        self.seqs.record_mut(slot).lookahead = 0;
         self.publish(slot);
     }
 
@@ -98,11 +97,7 @@ impl Cache {
         let block = match index.find(hash, parent, ns, tokens) {
             Some(block) if block == own => own,
             Some(block) => {
-                // Its own comes back only if nobody else holds it, and a cached one stops being
-                // available: both together take a block that nothing was promised for.
-                let store = self.pool.store(lead)?;
-                let costs = store.holders(BlockId(own)) > 1 && store.holders(BlockId(block)) == 0;
-                if costs && store.unpromised() == 0 {
+                if !self.may_swap(lead, own, block) {
                     return None;
                 }
                 self.swap_for(lead, slot, at, block);
@@ -138,7 +133,9 @@ impl Cache {
             return;
         }
         if there != NO_BLOCK {
-            self.swap_for(group, slot, at, there);
+            if self.may_swap(group, own, there) {
+                self.swap_for(group, slot, at, there);
+            }
             return;
         }
         let Some(reuse) = &mut self.reuse else { return };
@@ -148,6 +145,18 @@ impl Cache {
         if let Some(store) = self.pool.store_mut(group) {
             store.set_class(BlockId(own), class);
         }
+    }
+
+    /// Whether a row may give one full block up for another that holds the same tokens. Its own
+    /// comes back only if nobody else holds it, a cached one stops being available, and what the
+    /// two owe their other holders changes: all that must not cost a block that was promised.
+    fn may_swap(&self, group: usize, own: u32, other: u32) -> bool {
+        let (own, other) = (BlockId(own), BlockId(other));
+        let Some(store) = self.pool.store(group) else { return false };
+        let cost = i64::from(store.holders(other) == 0) - i64::from(store.references(own) == 1)
+            + store.debt_change(other, 1, 0, 0)
+            + store.debt_change(own, -1, 0, 0);
+        cost <= i64::from(store.unpromised())
     }
 
     /// Replaces a block of a row by one that holds the same tokens.

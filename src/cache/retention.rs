@@ -5,6 +5,7 @@
 //! to the default, as the youngest of that class. Time is what the caller says it is ([`Cache::set_time_ms`]): nothing here looks
 //! at a clock, so the same calls give the same evictions (P10).
 
+use super::reuse::Reuse;
 use super::{Cache, SeqHandle};
 use crate::device::huge_vec;
 use crate::error::CacheError;
@@ -198,8 +199,9 @@ impl Expiry {
         Some(first)
     }
 
-    /// Forgets everything but the time.
+    /// Forgets everything, the time too.
     pub(super) fn clear(&mut self) {
+        self.now_ms = 0;
         self.heap.clear();
         self.limited = 0;
         self.place.fill(NO_BLOCK);
@@ -305,6 +307,27 @@ impl Cache {
         Ok(())
     }
 
+    /// Applies the ranges of a sequence that begins to the first blocks of its row, which it found:
+    /// they are kept for as much as any who asked for them. Nothing is lowered.
+    pub(super) fn keep_claimed(&mut self, slot: u32, blocks: u32) {
+        let Some(Reuse { index: Some(index), seqs, .. }) = &self.reuse else { return };
+        let (lead, retentions) = (index.lead(), seqs[slot as usize].retentions);
+        if retentions.is_empty() {
+            return;
+        }
+        let per_block = self.plan.tokens_per_block;
+        for at in (0..blocks).rev() {
+            let block = self.entry(lead, slot, at);
+            let (class, duration) = retentions.of_block(at * per_block, (at + 1) * per_block);
+            let Some(Reuse { index: Some(index), expiry, .. }) = &mut self.reuse else { return };
+            let own = index.own_class(block);
+            if class > own || (class == own && duration > expiry.duration(block)) {
+                expiry.set_duration(block, duration);
+                self.set_own_class(block, class);
+            }
+        }
+    }
+
     /// Gives a published block a priority of its own. It counts for as much as the highest of its
     /// children, which must go first; so do its parents, as far up as that changes their order.
     pub(super) fn set_own_class(&mut self, block: u32, class: u8) {
@@ -319,8 +342,16 @@ impl Cache {
                 return;
             };
             let Some(store) = self.pool.store_mut(lead) else { return };
-            let children = index.children(at).map(|child| store.class(BlockId(child))).max();
-            let class = children.unwrap_or(0).max(index.own_class(at));
+            let before = store.class(BlockId(at));
+            let mut class = index.own_class(at).max(if at == block { 0 } else { moved });
+            // No other child counts for more than the block did before: one that counts for as much
+            // ends the search, so that many siblings do not make it long.
+            let mut children = index.children(at);
+            while class < before
+                && let Some(child) = children.next()
+            {
+                class = class.max(store.class(BlockId(child)));
+            }
             if class != store.class(BlockId(at)) {
                 store.set_class(BlockId(at), class);
             } else if at == block || class != moved {

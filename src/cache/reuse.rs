@@ -25,14 +25,14 @@ pub(super) struct SeqShare {
     pub(super) keys: ChainKeys,
     /// Blocks of its row that are published, from the first on.
     pub(super) published: u32,
-    /// Tokens at its end that it may still rewind, which are not published yet.
-    pub(super) lookahead: u32,
     /// When it was released, as a count of releases; donors only.
     pub(super) released: u64,
     /// Tokens of a released sequence that are still in the slot's contiguous groups; donors only.
     pub(super) retained: u32,
     /// The block that it goes on with in part, claimed and not copied yet, and its tokens.
     pub(super) partial: Option<(u32, u32)>,
+    /// Whether the blocks that it is copied to are promised.
+    pub(super) part_promised: bool,
     /// Whether a sequence of the batch under way wants to copy from the slot; donors only.
     pub(super) wanted: bool,
 }
@@ -44,10 +44,10 @@ impl SeqShare {
         retentions: Retentions::NONE,
         keys: ChainKeys::NONE,
         published: 0,
-        lookahead: 0,
         released: 0,
         retained: 0,
         partial: None,
+        part_promised: false,
         wanted: false,
     };
 }
@@ -123,6 +123,8 @@ impl Reuse {
         }
         self.seqs.fill(SeqShare::NEW);
         self.expiry.clear();
+        self.epoch = 0;
+        self.releases = 0;
     }
 }
 
@@ -152,13 +154,6 @@ pub(super) enum Cut {
 impl Found {
     pub(super) const NOTHING: Self =
         Self { len: 0, full: 0, last: NO_BLOCK, partial: None, donor: None, cut: Cut::Nothing };
-
-    /// The same without the block that matches in part. A donor's tokens go with it.
-    pub(super) fn without_partial(self, per_block: u32) -> Self {
-        let Some((_, tokens)) = self.partial else { return self };
-        debug_assert_eq!(self.len, self.full * per_block + tokens, "a match is blocks and a rest");
-        Self { len: self.full * per_block, partial: None, ..self }
-    }
 }
 
 impl Cache {
@@ -202,16 +197,14 @@ impl Cache {
     /// sequence would go on from. Begin or cancel it first; nothing changes.
     pub fn set_epoch(&mut self, epoch: u64) -> Result<(), CacheError> {
         self.abandon_step();
-        let reserved = self.seqs.records.iter().filter(|record| record.reserved).count();
-        if reserved > 0 {
-            // At most `seq_slots`, a u32.
-            let held = u32::try_from(reserved).unwrap_or(u32::MAX);
+        let held = self.reservations();
+        if held > 0 {
             return Err(CacheError::ReservationsHeld { held });
         }
         if let Some(reuse) = &mut self.reuse {
             reuse.epoch = epoch;
             if let Some(index) = &mut reuse.index {
-                index.epoch = epoch;
+                index.set_epoch(epoch);
             }
         }
         Ok(())
@@ -219,6 +212,15 @@ impl Cache {
 
     /// The longest prefix of a prompt that every group can give.
     pub(super) fn find(&self, prompt: &[u32], namespace: &Namespace) -> Found {
+        self.find_parts(prompt, namespace, true)
+    }
+
+    /// The same in whole blocks of the index only: for when there is no room to copy a part of one.
+    pub(super) fn find_whole(&self, prompt: &[u32], namespace: &Namespace) -> Found {
+        self.find_parts(prompt, namespace, false)
+    }
+
+    fn find_parts(&self, prompt: &[u32], namespace: &Namespace, parts: bool) -> Found {
         let Some(reuse) = &self.reuse else { return Found::NOTHING };
         // The last token is always computed, for its output.
         let usable = u32::try_from(prompt.len()).unwrap_or(u32::MAX).saturating_sub(1);
@@ -226,7 +228,7 @@ impl Cache {
             None => Found { len: usable, ..Found::NOTHING },
             Some(index) => {
                 let walk = index.walk(prompt, namespace);
-                self.fit(&walk, index)
+                self.fit(&Walk { partial: walk.partial.filter(|_| parts), ..walk }, index)
             }
         };
         if !reuse.has_donors {
@@ -242,7 +244,11 @@ impl Cache {
             }
             found = match &reuse.index {
                 None => Found { len: donor.len, ..found },
-                Some(index) => self.fit(&self.shorten(&found, donor.len, index), index),
+                Some(index) => {
+                    let per_block = self.plan.tokens_per_block;
+                    let len = if parts { donor.len } else { donor.len / per_block * per_block };
+                    self.fit(&self.shorten(&found, len, index), index)
+                }
             };
             found.cut = Cut::Donor;
         }

@@ -45,9 +45,9 @@ pub(super) struct SeqRecord {
     pub(super) alive: bool,
     /// Whether it is only a reservation so far.
     pub(super) reserved: bool,
-    /// Whether it has a look-ahead, so that its blocks can be published some steps after they are
-    /// full.
-    pub(super) settles_late: bool,
+    /// Tokens at its end that it may still rewind: they are not published yet, and not shared with
+    /// a fork.
+    pub(super) lookahead: u32,
     /// Tokens committed.
     pub(super) len: u32,
     /// The most tokens that were ever committed: what has left a window does not come back.

@@ -63,10 +63,14 @@ impl Cache {
     fn used_bytes(&self) -> Bytes {
         let groups = (0..).zip(self.live_tokens.iter().zip(&self.plan.groups));
         let used = groups.map(|(g, (tokens, group))| {
-            // What several sequences hold is there once.
-            let again = self.pool.store(g).map_or(0, |store| u64::from(store.shared_rows()));
-            let tokens = tokens.saturating_sub(again * u64::from(group.layout.unit_tokens));
-            tokens * group.bytes_per_token.get()
+            let Some(store) = self.pool.store(g) else {
+                return tokens * group.bytes_per_token.get();
+            };
+            // Full blocks that several sequences hold are there once.
+            let block_tokens = u64::from(group.layout.unit_tokens);
+            let tokens = tokens.saturating_sub(u64::from(store.shared_rows()) * block_tokens);
+            let held = u64::from(store.total() - store.available());
+            tokens.min(held * block_tokens) * group.bytes_per_token.get()
         });
         Bytes(used.sum())
     }

@@ -54,6 +54,8 @@ impl Cache {
             self.set_tail(group, slot, true);
         }
         self.unpublish_tail(slot, len);
+        // A block that two had full is one that they have in part now.
+        self.note_used_peak();
         Ok(())
     }
 
@@ -77,6 +79,7 @@ impl Cache {
         let is_leaf = self.index().is_some_and(|index| index.is_leaf(block.0));
         if alone && is_leaf {
             self.forget(lead, block);
+            self.counters.blocks_withdrawn += 1;
         }
     }
 

@@ -19,7 +19,7 @@ mod presets;
 mod variant;
 mod workload;
 
-pub use check::{Invalid, contiguous_set, verify};
+pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, contiguous_set, verify};
 pub use load::{Source, load, parse};
 pub use model::Geometry;
 pub use presets::{PRESETS, Preset};

@@ -279,6 +279,16 @@ pub enum CacheError {
         /// How many.
         held: u32,
     },
+    /// A salt, adapter or model id with more bytes than are kept.
+    #[error(
+        "a salt, adapter or model id has {len} bytes, and {limit} at most are kept; give a digest of it"
+    )]
+    KeyPartTooLong {
+        /// Its bytes.
+        len: usize,
+        /// The most that there can be.
+        limit: usize,
+    },
     /// A pin that was let go, or never given out.
     #[error("the pin handle (slot {slot}, generation {generation}) is not alive")]
     StalePin {
@@ -294,10 +304,14 @@ pub enum CacheError {
         live: u32,
     },
     /// The operation needs an idle cache, and sequences are alive.
-    #[error("{live} sequences are alive; release them first")]
+    #[error(
+        "{live} sequences are alive, reservations counted ({reserved}); release them and cancel_reservations first"
+    )]
     SequencesAlive {
-        /// How many.
+        /// How many, reservations counted.
         live: u32,
+        /// How many of them are reservations.
+        reserved: u32,
     },
     /// The device failed.
     #[error(transparent)]

@@ -22,7 +22,7 @@ pub const BLOCK_LISTS_BYTES: u64 = 896;
 const GROUP_HEADERS_BYTES: u64 = 24 + 24 + 96 + 8;
 
 /// Bytes of one sequence slot's record.
-pub const SEQ_RECORD_BYTES: u64 = 72;
+pub const SEQ_RECORD_BYTES: u64 = 80;
 
 /// Bytes of one sequence's state in one layer group.
 pub const GROUP_STATE_BYTES: u64 = 20;

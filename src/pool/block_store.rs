@@ -79,7 +79,7 @@ pub struct BlockStore {
     pub(super) cached: u32,
     peak_cached: u32,
     pub(super) promised: u32,
-    /// Rows that hold a block which another row holds too: references of rows beyond the first.
+    /// Rows that hold a full block which another row holds full too, beyond the first of each.
     shared_rows: u32,
 }
 
@@ -170,7 +170,7 @@ impl BlockStore {
         self.peak_cached
     }
 
-    /// References of rows to blocks that another row holds too, beyond the first of each.
+    /// Rows that hold a full block which another row holds full too, beyond the first of each.
     #[must_use]
     pub(crate) const fn shared_rows(&self) -> u32 {
         self.shared_rows

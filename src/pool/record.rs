@@ -46,9 +46,9 @@ pub(super) struct Record {
 const _: () = assert!(size_of::<Record>() as u64 == BLOCK_RECORD_BYTES);
 
 impl Record {
-    /// Rows that hold it beyond the first.
+    /// Rows that hold it full, beyond the first.
     pub(super) const fn shared_rows(&self) -> u32 {
-        (self.refs - self.holds - self.pins as u32).saturating_sub(1)
+        (self.refs - self.holds - self.pins as u32 - self.tails).saturating_sub(1)
     }
 }
 

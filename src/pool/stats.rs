@@ -14,9 +14,9 @@ use crate::units::Bytes;
 pub struct Stats {
     /// Sequences alive.
     pub seqs: u32,
-    /// Bytes of K, V and scales of tokens that some query may still see. What several sequences
-    /// share counts once (and a shared block that is not full as less than its tokens, so that
-    /// this is never more than `held_bytes`).
+    /// Bytes of K, V and scales of tokens that some query may still see. Full blocks that several
+    /// sequences share count once; a last block that several have not filled counts for each, as
+    /// far as `held_bytes` goes.
     pub used_bytes: Bytes,
     /// Bytes of the blocks and slots that sequences hold.
     pub held_bytes: Bytes,
@@ -34,7 +34,7 @@ pub struct Stats {
     pub steps_committed: u64,
     /// Steps cancelled or dropped.
     pub steps_cancelled: u64,
-    /// Sequences begun, forks included.
+    /// Sequences begun, forks included; a reservation when its sequence begins.
     pub seqs_begun: u64,
     /// Elements that were NaN or infinite on the way into INT8.
     pub nonfinite: u64,
@@ -66,8 +66,8 @@ pub struct Stats {
     pub evictions: u64,
     /// Blocks copied before a write because others held them too.
     pub cow_copies: u64,
-    /// Shareable blocks taken out of the index to be written in place, by a sequence that was
-    /// rewound into them.
+    /// Shareable blocks taken out of the index by a sequence that was rewound: the one that it goes
+    /// on to write in place, and those that went on from it.
     pub blocks_withdrawn: u64,
     /// Blocks of which a part was copied for a new sequence.
     pub partial_copies: u64,
@@ -75,6 +75,8 @@ pub struct Stats {
     pub partial_takeovers: u64,
     /// Prefixes copied between slots of contiguous groups.
     pub donor_copies: u64,
+    /// Sequences that share nothing because all numbers of namespaces were in use.
+    pub namespaces_refused: u64,
     /// Slots of contiguous groups taken over with their prefix.
     pub donor_takeovers: u64,
     /// Sequences preempted.

@@ -23,7 +23,11 @@ pub(super) fn retentions(rng: &mut Rng) -> Result<Retentions, CacheError> {
     let mut ranges = Vec::new();
     let mut from = rng.below(10) as u32;
     for _ in 0..rng.below(3) {
-        let to = if rng.below(4) == 0 { u32::MAX } else { from + 1 + rng.below(20) as u32 };
+        let to = if rng.below(4) == 0 {
+            u32::MAX
+        } else {
+            from.saturating_add(1 + rng.below(20) as u32)
+        };
         let priority = rng.below(102) as u8;
         let duration_ms = (rng.below(2) == 0).then(|| rng.below(50));
         ranges.push(Retention { from, to, priority, duration_ms });
@@ -62,7 +66,7 @@ impl Driver {
         match (result, estimate) {
             (Ok(begun), Ok(estimate)) => {
                 assert_eq!(begun.limit, estimate.limit);
-                assert_eq!(estimate.cached_len, probe.cached_len, "the probe said another length");
+                assert_eq!(estimate.cached_len, begun.cached_len, "estimate and act differ");
                 assert!(self.may_come_of(&probe, &begun, false), "{probe:?} came to {begun:?}");
                 self.note_begun(&wanted, begun);
                 Ok(())
@@ -75,16 +79,21 @@ impl Driver {
         }
     }
 
-    /// Whether a sequence may begin so after a probe: with what it said, or without the tokens of
-    /// the last block, if no block was left to copy them to.
+    /// Whether a sequence may begin so after a probe: with what it said, or with whole blocks only,
+    /// if there was no room to copy a part of one.
     fn may_come_of(&self, probe: &Probe, begun: &Begun, in_batch: bool) -> bool {
-        let whole = probe.full_blocks * self.spec.tokens_per_block;
-        let donors = self.cache.plan().reuse.has_donors();
+        let per_block = self.spec.tokens_per_block;
+        let whole = probe.full_blocks * per_block;
+        let reuse = &self.cache.plan().reuse;
+        let less =
+            begun.cached_len < probe.cached_len && begun.cached_len.is_multiple_of(per_block);
         begun.cached_len == probe.cached_len
             || (probe.partial_tokens > 0 && begun.cached_len == whole)
-            // Where a donor had the part too, nothing is left; and in a batch a slot that it would
-            // have taken over may be another's by then.
-            || (donors && (in_batch || (probe.partial_tokens > 0 && begun.cached_len == 0)))
+            // Where the windows or the donors of the longer prefix do not give the whole blocks
+            // either, it is less; and in a batch a slot that it would have taken over may be
+            // another's by then.
+            || (probe.partial_tokens > 0 && less && !self.paged_without_windows())
+            || (reuse.has_donors() && in_batch)
     }
 
     /// All or nothing; every match is claimed before anything is evicted.

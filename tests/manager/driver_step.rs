@@ -124,7 +124,7 @@ impl Driver {
                 // The next verb undoes it.
                 cache.reserve(&[]).map(Step::cancel)?;
             }
-            Ok(())
+            Ok::<_, CacheError>(())
         })?;
         if gone(&self.cache) == before.1 && !leak {
             assert_eq!(self.cache.state_digest(), before.0, "a cancelled step left a trace");

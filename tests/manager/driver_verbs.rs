@@ -1,5 +1,6 @@
 //! The driver's other verbs.
 
+use kvpool::cache::ReservationRefused;
 use kvpool::config::Admission;
 use kvpool::error::CacheError;
 
@@ -140,6 +141,7 @@ impl Driver {
         self.call(|cache| cache.reset()).inspect_err(|_| assert!(busy))?;
         if !busy {
             self.committed.clear();
+            self.epoch = 0;
             let delivered = self.replay.delivered;
             self.replay = super::events::Replay::default();
             self.replay.blind = true;
@@ -154,12 +156,22 @@ impl Driver {
         let alive = self.live.len();
         let Some(gone) = self.cache.preempt_youngest() else {
             assert_eq!(self.cache.state_digest(), before, "nothing was preempted");
-            let busy = self.spec.admission == Admission::MaxUtilization && alive > 1;
+            let busy = self.spec.admission == Admission::MaxUtilization
+                && alive > 0
+                && alive + self.held.len() > 1;
             assert!(!busy, "there were {alive} to choose from");
             return Ok(());
         };
         self.check_invariants();
-        assert!(self.spec.admission == Admission::MaxUtilization && alive > 1);
+        assert!(self.spec.admission == Admission::MaxUtilization);
+        if gone.reserved {
+            // The youngest reservation goes before any sequence.
+            let held = self.held.pop().expect("a reservation");
+            let refused = self.call(|cache| cache.begin_reserved(held.reservation));
+            assert_eq!(refused, Err(ReservationRefused::Cancelled));
+            return Ok(());
+        }
+        assert!(alive > 1 && self.held.is_empty());
         let at = self.live.iter().position(|live| live.seq == gone.sequence).expect("alive");
         let live = self.live.swap_remove(at);
         assert!(self.live.iter().all(|other| other.order < live.order), "not the youngest");
@@ -172,13 +184,15 @@ impl Driver {
     pub(super) fn poll(&mut self) -> Result<(), CacheError> {
         let before = self.cache.state_digest();
         self.replay.poll(&mut self.cache);
+        if self.spec.event_buffer > 0 && self.chance(8) {
+            self.replay.resync(&mut self.cache);
+        }
         assert_eq!(self.cache.state_digest(), before, "reading events changes nothing else");
         if self.spec.event_buffer > 0 && !self.replay.blind {
             let prompt = self.prompt();
             let ns = self.namespace();
             if self.paged_without_windows() {
-                let probe = self.cache.probe(&prompt, &ns.options());
-                self.replay.check_probe(&prompt, self.spec.tokens_per_block, probe);
+                self.replay.check_probe(&self.cache, &prompt, &ns.options());
             }
             if self.live.is_empty() && self.pins.is_empty() && self.held.is_empty() {
                 self.replay.check_idle(&self.cache);

@@ -1,6 +1,6 @@
 //! Edge cases 12, 14–18 and 28 with reuse: who gets in, and what is counted for it.
 
-use kvpool::cache::{BeginOptions, Begun};
+use kvpool::cache::{BeginOptions, Begun, ReservationRefused};
 use kvpool::config::{Admission, Capacity};
 use kvpool::error::CacheError;
 use kvpool::units::GroupIdx;
@@ -262,6 +262,35 @@ fn a_reservation_holds_what_begin_takes() {
     assert_eq!(rig.blocks().1, 0);
     let other = rig.begin(&tokens(100, 132), Ns::default(), up_to(32)).expect("all is free again");
     rig.release(&other);
+}
+
+/// A reservation that was dropped still holds its room; one of another cache comes back.
+#[test]
+fn reservations_that_are_lost_or_foreign_can_be_recovered() {
+    let (mut rig, mut other) = (Rig::new(&paged(4)), Rig::new(&paged(4)));
+    drop(rig.cache.can_admit(&[1], &up_to(32)).expect("the whole pool"));
+    assert_refused(&mut rig.cache, |cache| cache.begin(&[], up_to(1)));
+    let alive = CacheError::SequencesAlive { live: 1, reserved: 1 };
+    assert_eq!(rig.cache.reset(), Err(alive));
+    assert_eq!((rig.cache.reservations(), rig.cache.cancel_reservations()), (1, 1));
+    assert_eq!((rig.cache.reservations(), rig.cache.cancel_reservations()), (0, 0));
+    rig.cache.reset().expect("nothing is alive");
+    assert_eq!(rig.cache.stats().seqs, 0);
+
+    let held = rig.cache.can_admit(&[1], &up_to(32)).expect("the whole pool");
+    let Err(ReservationRefused::Foreign(held)) = other.cache.begin_reserved(held) else {
+        panic!("another cache's");
+    };
+    let Err(ReservationRefused::Foreign(held)) = other.cache.cancel_reservation(held) else {
+        panic!("another cache's");
+    };
+    let begun = rig.cache.begin_reserved(held).expect("its own");
+    rig.cache.release(begun.sequence).expect("alive");
+    let held = rig.cache.can_admit(&[1], &up_to(32)).expect("the whole pool");
+    assert_eq!(rig.cache.cancel_reservations(), 1);
+    let refused = rig.cache.begin_reserved(held).expect_err("cancelled");
+    assert_eq!(refused.to_string(), "the reservation has been cancelled");
+    rig.cache.check_invariants().expect("invariants");
 }
 
 /// The rules of admission differ in what they promise.

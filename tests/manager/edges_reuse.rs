@@ -53,7 +53,11 @@ fn edge_22_key_parts_are_told_apart() {
             assert_eq!(a == b, i == j, "{a:?} and {b:?}");
         }
     }
-    assert_eq!(KeyPart::bytes(&[1; 48]), None);
+    let error = KeyPart::bytes(&[1; 48]).expect_err("a part that is cut off would be another");
+    assert_eq!(
+        error.to_string(),
+        "a salt, adapter or model id has 48 bytes, and 47 at most are kept; give a digest of it"
+    );
 }
 
 /// A public system prompt, and private texts behind it that are the same tokens.

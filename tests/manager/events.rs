@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvpool::cache::{BeginOptions, Cache, Event, EventKind, Probe, SeqHandle};
+use kvpool::cache::{BeginOptions, Cache, Event, EventKind, Namespace, SeqHandle};
 use kvpool::config::{Admission, CacheMode, Capacity};
 use kvpool::device::NullDevice;
 use kvpool::units::GroupIdx;
@@ -13,7 +13,7 @@ use super::text::Ns;
 use crate::common::{Rng, Spec};
 
 /// What is known of a cached block.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 enum Node {
     Stored { parent: Option<u32>, tokens: Vec<u32>, namespace: u32 },
     Attached { of: u32 },
@@ -27,7 +27,7 @@ pub(crate) struct Replay {
     last: Option<u64>,
     pub(crate) lost: u64,
     pub(crate) delivered: u64,
-    /// Events were lost, so the index is not known until it is cleared.
+    /// Events were lost, so the index is not known until it is cleared or told anew.
     pub(crate) blind: bool,
 }
 
@@ -87,46 +87,62 @@ impl Replay {
         }
     }
 
-    /// For every namespace id, the whole blocks of the prompt that are in the index.
-    fn matches(&self, prompt: &[u32], per_block: u32) -> Vec<u32> {
-        let stored = || {
-            self.nodes.iter().filter_map(|((group, block), node)| match node {
-                Node::Stored { parent, tokens, namespace } => {
-                    Some((*group, *block, *parent, tokens, *namespace))
-                }
-                Node::Attached { .. } => None,
-            })
-        };
+    /// The whole blocks of a prompt that the replayed index has. `numbers` are those of the
+    /// prompt's namespaces, `salted_at` is the block at which the second one begins.
+    fn find(&self, prompt: &[u32], per_block: u32, numbers: [u32; 2], salted_at: u32) -> u32 {
         let most = prompt.len().saturating_sub(1) / per_block as usize;
-        let mut found = vec![0];
-        // Every chain of equal tokens, whatever its namespaces.
-        let mut ends: Vec<(u32, Option<u32>)> = vec![(0, None)];
-        for (length, tokens) in (1..=most as u32).zip(prompt.chunks(per_block as usize)) {
-            let next: Vec<(u32, Option<u32>)> = ends
-                .iter()
-                .flat_map(|(_, end)| {
-                    stored().filter(move |(_, _, parent, have, _)| parent == end && *have == tokens)
-                })
-                .map(|(group, block, ..)| (group, Some(block)))
-                .collect();
-            found.extend(next.iter().map(|_| length));
-            ends = next;
+        let mut last = None;
+        for (at, wanted) in (0..most as u32).zip(prompt.chunks(per_block as usize)) {
+            let expected = match at {
+                0 => numbers[0],
+                at if at == salted_at => numbers[1],
+                _ => 0,
+            };
+            if expected == 0 && (at == 0 || at == salted_at) {
+                return at;
+            }
+            let next = self.nodes.iter().find(|(_, node)| {
+                matches!(node, Node::Stored { parent, tokens, namespace }
+                    if *parent == last && tokens == wanted && *namespace == expected)
+            });
+            match next {
+                Some(((_, block), _)) => last = Some(*block),
+                None => return at,
+            }
         }
-        found
+        most as u32
     }
 
-    /// The blocks that a probe finds are a chain of the replayed index, and the longest one where
-    /// there is one namespace only.
-    pub(crate) fn check_probe(&self, prompt: &[u32], per_block: u32, probe: Probe) {
-        let found = self.matches(prompt, per_block);
-        assert!(found.contains(&probe.full_blocks), "{probe:?}, events: {found:?}, {prompt:?}");
-        let mut ids: Vec<u32> = self.nodes.values().filter_map(Node::namespace).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        if ids.len() == 1 {
-            let longest = found.into_iter().max().unwrap_or(0);
-            assert!(probe.full_blocks <= longest);
+    /// The replayed index has as many blocks of a prompt as a probe finds.
+    pub(crate) fn check_probe(&self, cache: &Cache, prompt: &[u32], namespace: &Namespace) {
+        let per_block = cache.plan().tokens_per_block;
+        let salted_at = match namespace.salt {
+            Some(_) if namespace.salt_from >= per_block => namespace.salt_from / per_block,
+            _ => u32::MAX,
+        };
+        let numbers = cache.namespace_numbers(namespace);
+        let found = self.find(prompt, per_block, numbers, salted_at);
+        let probe = cache.probe(prompt, namespace);
+        assert_eq!(found, probe.full_blocks, "{numbers:?} {namespace:?} {prompt:?}");
+    }
+
+    /// Begins anew from the index as it is; without lost events that is what was known before.
+    pub(crate) fn resync(&mut self, cache: &mut Cache) {
+        let mut anew = Self::default();
+        let mut first = None;
+        let delivered = cache.resync_events(&mut |event| {
+            assert_eq!(*first.get_or_insert(event.number), event.number);
+            assert_eq!(anew.delivered == 0, event.kind == EventKind::Cleared, "first of all");
+            anew.apply(Event { number: anew.delivered, ..event });
+        });
+        assert_eq!(delivered, anew.delivered);
+        if !self.blind {
+            assert_eq!(self.nodes, anew.nodes, "replayed events and the index differ");
         }
+        self.nodes = anew.nodes;
+        self.blind = false;
+        assert_eq!(cache.poll_events(&mut |_| ()).delivered, 0, "it begins behind this");
+        self.last = first.and_then(|next| next.checked_sub(1));
     }
 
     /// With nothing alive, what is in the index is what is cached.
@@ -140,18 +156,6 @@ impl Replay {
 
     fn len(&self) -> usize {
         self.nodes.len()
-    }
-}
-
-impl Node {
-    fn namespace(&self) -> Option<u32> {
-        match self {
-            Self::Stored { namespace, .. } => Some(*namespace),
-            Self::Attached { of } => {
-                let _ = of;
-                None
-            }
-        }
     }
 }
 
@@ -212,10 +216,9 @@ fn edge_56_events_rebuild_the_index_at_every_step() {
         replay.poll(&mut cache);
         assert!(!replay.blind && replay.lost == 0);
         for prompt in &prompts {
-            let probe = cache.probe(prompt, &Ns::default().options());
-            let longest = replay.matches(prompt, 8).into_iter().max().unwrap_or(0);
-            assert_eq!(probe.full_blocks, longest, "{prompt:?}");
-            found[usize::from(longest > 0)] += 1;
+            let namespace = Ns::default().options();
+            replay.check_probe(&cache, prompt, &namespace);
+            found[usize::from(cache.probe(prompt, &namespace).full_blocks > 0)] += 1;
         }
         if alive.is_empty() {
             replay.check_idle(&cache);
@@ -270,10 +273,18 @@ fn edge_56_a_slow_reader_is_told_how_many_it_lost() {
             }
         }
         assert!(slow.lost > 0 && slow.delivered > 0 && all.lost == 0);
-        // Clearing is where a reader that lost its way begins again.
+        // A reader that lost its way is told everything anew, and goes on from there.
+        all.resync(&mut fast);
+        slow.resync(&mut cache);
+        assert!(!slow.blind && slow.nodes == all.nodes && slow.len() > 0);
+        let seq = through(&mut cache, &[99; 8]).expect("one at a time");
+        slow.poll(&mut cache);
+        assert!(!slow.blind || buffer == 1, "evicted and stored: two events at the most");
+        cache.release(seq).expect("alive");
+        // So it can where nothing is left.
         cache.clear_cached();
         slow.poll(&mut cache);
-        assert!(!slow.blind && slow.len() == 0);
+        assert_eq!(slow.len(), 0);
     }
 }
 
@@ -307,4 +318,44 @@ fn edge_56_events_of_every_plan_are_consistent() {
             assert!(driver.replay.delivered > 100);
         }
     }
+}
+
+/// What a router does: it knows the namespaces' numbers, and after a change of the weights finds
+/// nothing of what was there before, as a prober does.
+#[test]
+fn edge_56_events_follow_epochs_and_namespaces() {
+    let mut cache = open(&reusing(20));
+    let mut replay = Replay::default();
+    let prober = cache.prober().expect("paged, with reuse");
+    let prompt: Vec<u32> = (0..25).collect();
+    let salted = Ns { salt: 2, salt_from: 9, ..Ns::default() }.options();
+    let plain = Ns::default().options();
+    for namespace in [plain, salted] {
+        let options = BeginOptions { max_len: Some(25), namespace, ..Default::default() };
+        let begun = cache.begin(&prompt, options).expect("fits");
+        skip(cache.reserve(&[(begun.sequence, 25 - begun.cached_len)]).expect("promised"))
+            .expect("whole");
+        cache.release(begun.sequence).expect("alive");
+    }
+    replay.poll(&mut cache);
+    let numbers = cache.namespace_numbers(&salted);
+    assert_eq!(numbers[0], cache.namespace_numbers(&plain)[0], "the first block is shared");
+    assert!(numbers[0] != 0 && numbers[1] != 0 && numbers[0] != numbers[1], "{numbers:?}");
+    for (namespace, blocks) in
+        [(plain, 3), (salted, 3), (Ns { salt: 5, ..Ns::default() }.options(), 0)]
+    {
+        replay.check_probe(&cache, &prompt, &namespace);
+        assert_eq!(cache.probe(&prompt, &namespace).full_blocks, blocks);
+    }
+    cache.set_epoch(1).expect("no reservations");
+    replay.poll(&mut cache);
+    for namespace in [plain, salted] {
+        assert_eq!(cache.namespace_numbers(&namespace), [0, 0], "nothing is of this epoch yet");
+        assert_eq!(prober.probe(&prompt, &namespace), cache.probe(&prompt, &namespace));
+        replay.check_probe(&cache, &prompt, &namespace);
+    }
+    cache.set_epoch(0).expect("no reservations");
+    assert_eq!(prober.probe(&prompt, &plain).cached_len, 24);
+    replay.resync(&mut cache);
+    assert!(replay.len() > 4);
 }

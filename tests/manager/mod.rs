@@ -15,8 +15,11 @@ mod driver_step;
 mod driver_verbs;
 mod edges_begin;
 mod edges_copy;
+mod edges_counted;
 mod edges_evict;
+mod edges_kept;
 mod edges_reuse;
+mod edges_tight;
 mod events;
 mod exact;
 mod exhaustive;
@@ -24,4 +27,5 @@ mod hash;
 mod probes;
 mod random;
 mod rig;
+
 mod text;

@@ -21,11 +21,11 @@ pub(crate) const KEY_PARTS: u8 = 7;
 fn key_part(number: u8) -> Option<KeyPart> {
     match number {
         0 => None,
-        1 => KeyPart::bytes(b""),
-        2 => KeyPart::bytes(b"a"),
+        1 => KeyPart::bytes(b"").ok(),
+        2 => KeyPart::bytes(b"a").ok(),
         3 => Some(KeyPart::number(0)),
-        4 => KeyPart::bytes(&[0; 8]),
-        5 => KeyPart::bytes(&[0]),
+        4 => KeyPart::bytes(&[0; 8]).ok(),
+        5 => KeyPart::bytes(&[0]).ok(),
         _ => Some(KeyPart::number(97)),
     }
 }

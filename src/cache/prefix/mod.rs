@@ -55,8 +55,6 @@ pub(super) struct PrefixIndex {
     lead_of: Vec<Vec<u32>>,
     /// Published blocks.
     published: usize,
-    /// The epoch that new sequences begin in.
-    pub(super) epoch: u64,
 }
 
 impl PrefixIndex {
@@ -80,7 +78,6 @@ impl PrefixIndex {
             windows: windowed.iter().map(|g| Window::of(plan, *g)).collect(),
             windowed,
             published: 0,
-            epoch: 0,
         })
     }
 
@@ -96,12 +93,12 @@ impl PrefixIndex {
 
     /// A reader that works beside the writer.
     pub(super) fn prober(&self) -> Prober {
-        Prober::new(Arc::clone(&self.shared), &self.windows, self.epoch)
+        Prober::new(Arc::clone(&self.shared), &self.windows)
     }
 
     /// Walks along a prompt as far as the index has it.
     pub(super) fn walk(&self, prompt: &[u32], namespace: &Namespace) -> Walk {
-        self.shared.walk(prompt, &self.shared.keys(namespace, self.epoch))
+        self.shared.walk(prompt, &self.shared.keys(namespace))
     }
 
     /// The longest part of a match for which every windowed group still has its blocks.
@@ -109,19 +106,31 @@ impl PrefixIndex {
         self.shared.fit_windows(walk, &self.windows)
     }
 
+    /// New sequences begin in another epoch.
+    pub(super) fn set_epoch(&mut self, epoch: u64) {
+        let shared = &self.shared;
+        shared.version.write(|| shared.epoch.store(epoch, Relaxed));
+    }
+
+    /// The numbers under which a prompt's namespaces are known now; 0 for one that is not in use.
+    pub(super) fn keys(&self, namespace: &Namespace) -> ChainKeys {
+        self.shared.keys(namespace)
+    }
+
     /// The namespaces of a new sequence, each with one reference more; [`ChainKeys::NONE`], which
     /// shares nothing, when there is no room for them.
     pub(super) fn take_keys(&mut self, namespace: &Namespace) -> ChainKeys {
-        let Self { shared, names, epoch, .. } = self;
+        let Self { shared, names, .. } = self;
+        let epoch = shared.epoch.load(Relaxed);
         let salted_at = namespace.salt_from / shared.tokens_per_block();
         let split = namespace.salt.is_some() && salted_at > 0;
-        let first_key = namespace.key(*epoch, !split);
+        let first_key = namespace.key(epoch, !split);
         shared.version.write(|| {
             let Some(first) = names.take(&shared.names, &first_key) else { return ChainKeys::NONE };
             if !split {
                 return ChainKeys { first, salted: 0, salted_at: 0 };
             }
-            match names.take(&shared.names, &namespace.key(*epoch, true)) {
+            match names.take(&shared.names, &namespace.key(epoch, true)) {
                 Some(salted) => ChainKeys { first, salted, salted_at },
                 None => {
                     names.drop(&shared.names, first);
@@ -187,11 +196,51 @@ impl PrefixIndex {
 
     /// The children of a published block.
     pub(super) fn children(&self, block: u32) -> impl Iterator<Item = u32> + '_ {
-        let next = |block: u32, sibling: bool| {
-            let (child, next) = halves(self.shared.nodes.get(block as usize)?.down.load(Relaxed));
-            Some(if sibling { next } else { child }).filter(|block| *block != NO_BLOCK)
-        };
-        std::iter::successors(next(block, false), move |child| next(*child, true))
+        let node = self.shared.nodes.get(block as usize);
+        let first = node.map_or(NO_BLOCK, |node| halves(node.down.load(Relaxed)).0);
+        let first = Some(first).filter(|first| *first != NO_BLOCK);
+        std::iter::successors(first, |child| self.sibling(*child))
+    }
+
+    /// Calls `each` with every published block, a parent before its children. Follows the links, so
+    /// it needs no memory.
+    pub(super) fn each_published(&self, each: &mut dyn FnMut(u32)) {
+        let nodes = (0..).zip(&self.shared.nodes);
+        let roots = nodes.filter(|(block, node)| {
+            self.is_published(*block) && halves(node.up.load(Relaxed)).0 == NO_BLOCK
+        });
+        for (root, _) in roots {
+            let mut block = root;
+            each(block);
+            'tree: loop {
+                if let Some(child) = self.children(block).next() {
+                    block = child;
+                } else {
+                    while block != root && self.sibling(block).is_none() {
+                        block = self.parent(block);
+                    }
+                    match self.sibling(block) {
+                        Some(sibling) if block != root => block = sibling,
+                        _ => break 'tree,
+                    }
+                }
+                each(block);
+            }
+        }
+    }
+
+    /// The blocks of a windowed group that are attached, with those of the lead group.
+    pub(super) fn attachments(&self, windowed: usize) -> impl Iterator<Item = (u32, u32)> + '_ {
+        (0..)
+            .zip(&self.lead_of[windowed])
+            .filter(|(_, of)| **of != NO_BLOCK)
+            .map(|(b, of)| (b, *of))
+    }
+
+    /// The next child of the same parent.
+    fn sibling(&self, block: u32) -> Option<u32> {
+        let next = halves(self.shared.nodes.get(block as usize)?.down.load(Relaxed)).1;
+        Some(next).filter(|next| *next != NO_BLOCK)
     }
 
     /// The priority that a published block was given itself, its children aside.
@@ -368,6 +417,7 @@ impl PrefixIndex {
                 entry.store(NO_BLOCK, Relaxed);
             }
         });
+        self.set_epoch(0);
         self.names.clear();
         self.published = 0;
         self.lead_of.iter_mut().flatten().for_each(|lead| *lead = NO_BLOCK);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::table::ProbeTable;
 use crate::device::huge_vec;
+use crate::error::CacheError;
 use crate::plan::{NAMESPACE_BYTES, NO_BLOCK};
 
 /// A salt, an adapter's or a model's id: up to 47 bytes, or a number. A number is different from
@@ -25,12 +26,15 @@ impl KeyPart {
     /// The most bytes that it can have.
     pub const MAX_BYTES: usize = 47;
 
-    /// Bytes, such as a name or a UUID; `None` when there are more than [`KeyPart::MAX_BYTES`]:
-    /// give their digest then.
-    #[must_use]
-    pub fn bytes(bytes: &[u8]) -> Option<Self> {
+    /// Bytes, such as a name or a UUID.
+    ///
+    /// # Errors
+    /// [`CacheError::KeyPartTooLong`] when there are more than [`KeyPart::MAX_BYTES`]: give their
+    /// digest then. (Not an `Option`, which would pass for a part that is absent.)
+    pub fn bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         if bytes.len() > Self::MAX_BYTES {
-            return None;
+            let (len, limit) = (bytes.len(), Self::MAX_BYTES);
+            return Err(CacheError::KeyPartTooLong { len, limit });
         }
         let mut all = [0_u8; 48];
         all[..bytes.len()].copy_from_slice(bytes);
@@ -40,7 +44,7 @@ impl KeyPart {
         for (word, eight) in words.iter_mut().zip(all.as_chunks::<8>().0) {
             *word = u64::from_le_bytes(*eight);
         }
-        Some(Self { words })
+        Ok(Self { words })
     }
 
     /// A number.
@@ -224,10 +228,10 @@ mod tests {
     fn edge_22_absent_empty_and_zero_differ() {
         let parts = [
             None,
-            KeyPart::bytes(b""),
-            KeyPart::bytes(b"\0"),
-            KeyPart::bytes(b"a"),
-            KeyPart::bytes(&[b'a'; 47]),
+            KeyPart::bytes(b"").ok(),
+            KeyPart::bytes(b"\0").ok(),
+            KeyPart::bytes(b"a").ok(),
+            KeyPart::bytes(&[b'a'; 47]).ok(),
             Some(KeyPart::number(0)),
             Some(KeyPart::number(u64::from(b'a'))),
         ];
@@ -243,7 +247,8 @@ mod tests {
         }
         let different: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(different.len(), keys.len());
-        assert_eq!(KeyPart::bytes(&[0; 48]), None);
+        let too_long = CacheError::KeyPartTooLong { len: 48, limit: 47 };
+        assert_eq!(KeyPart::bytes(&[0; 48]), Err(too_long));
     }
 
     #[test]

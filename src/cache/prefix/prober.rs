@@ -31,28 +31,27 @@ pub(super) struct Window {
 ///
 /// It works beside a writer and never holds it up: it looks, and looks again when the index
 /// changed meanwhile, [`Prober::TRIES`] times at most; what it says then may mix moments. It
-/// outlives the cache, and then says what was last there. It sees the epoch that was current when
-/// it was made.
+/// outlives the cache, and then says what was last there. It follows
+/// [`Cache::set_epoch`](crate::cache::Cache::set_epoch).
 #[derive(Clone, Debug)]
 pub struct Prober {
     shared: Arc<Shared>,
     windows: Arc<[Window]>,
-    epoch: u64,
 }
 
 impl Prober {
     /// How often it looks again.
     pub const TRIES: u32 = 1000;
 
-    pub(super) fn new(shared: Arc<Shared>, windows: &[Window], epoch: u64) -> Self {
-        Self { shared, windows: windows.into(), epoch }
+    pub(super) fn new(shared: Arc<Shared>, windows: &[Window]) -> Self {
+        Self { shared, windows: windows.into() }
     }
 
     /// How much of a prompt is cached now. Changes nothing, and allocates nothing.
     #[must_use]
     pub fn probe(&self, prompt: &[u32], namespace: &Namespace) -> Probe {
         let look = || {
-            let walk = self.shared.walk(prompt, &self.shared.keys(namespace, self.epoch));
+            let walk = self.shared.walk(prompt, &self.shared.keys(namespace));
             self.shared.fit_windows(&walk, &self.windows)
         };
         for _ in 0..Self::TRIES {

@@ -114,6 +114,8 @@ pub(super) struct Shared {
     lines: Vec<Line>,
     pub(super) table: ProbeTable,
     pub(super) names: Namespaces,
+    /// The epoch that new sequences begin in.
+    pub(super) epoch: AtomicU64,
     /// All ones; zero in the test that every hash is the same.
     pub(super) hash_mask: u64,
     /// For each windowed paged group and block of the lead group, the block that holds the same
@@ -147,6 +149,7 @@ impl Shared {
             lines: huge_vec(lines, |_| Line(std::array::from_fn(|_| AtomicU64::new(0)))),
             table: ProbeTable::new(u64::from(blocks)),
             names: Namespaces::new(namespaces),
+            epoch: AtomicU64::new(0),
             hash_mask,
             attached: (0..windowed).map(|_| huge_vec(len, |_| AtomicU32::new(NO_BLOCK))).collect(),
         }
@@ -242,7 +245,8 @@ impl Shared {
 
     /// The namespaces of a prompt, as far as they are in use: what is not is 0, and nothing of it
     /// can be found.
-    pub(super) fn keys(&self, namespace: &Namespace, epoch: u64) -> ChainKeys {
+    pub(super) fn keys(&self, namespace: &Namespace) -> ChainKeys {
+        let epoch = self.epoch.load(Relaxed);
         let find = |salted| self.names.find(&namespace.key(epoch, salted)).unwrap_or(0);
         let salted_at = namespace.salt_from / self.tokens_per_block;
         match namespace.salt {

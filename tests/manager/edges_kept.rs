@@ -1,0 +1,88 @@
+//! What is kept, and for whom: retention of blocks that are hit, and more tenants than numbers for them.
+
+use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace, Retention, Retentions};
+use kvpool::device::NullDevice;
+
+use super::driver_step::skip;
+use super::rig::{Rig, paged, tokens, up_to};
+use super::text::Ns;
+use crate::common::Spec;
+
+fn null(spec: &Spec) -> Cache {
+    let plan = spec.plan();
+    let device = Box::new(NullDevice::open(&plan));
+    Cache::open(plan, device).expect("opens")
+}
+
+fn kept(priority: u8, duration_ms: Option<u64>) -> Retentions {
+    Retentions::new(&[Retention { from: 0, to: u32::MAX, priority, duration_ms }]).expect("valid")
+}
+
+/// A prompt that comes again with the same retention is kept as the first time.
+#[test]
+fn retention_comes_back_with_a_hit() {
+    let run = |rig: &mut Rig, prompt: &[u32], retention| {
+        let options = BeginOptions { retention, ..up_to(prompt.len() as u32) };
+        let mut line = rig.begin(prompt, Ns::default(), options).expect("fits");
+        rig.prefill(&mut line, prompt);
+        rig.release(&line);
+    };
+    // Seven of eight blocks: a, a', b.
+    let (a, b) = (tokens(0, 17), tokens(100, 116));
+    let mut rig = Rig::new(&paged(8));
+    run(&mut rig, &a, kept(80, Some(100)));
+    rig.cache.set_time_ms(200);
+    // It decayed; now the same user comes again and asks for the same.
+    run(&mut rig, &a, kept(80, Some(100)));
+    run(&mut rig, &b, Retentions::default());
+    let free = rig.blocks().0;
+    let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
+    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
+    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (2, 0));
+}
+
+#[test]
+fn a_higher_retention_counts_for_blocks_that_are_hit() {
+    let run = |rig: &mut Rig, prompt: &[u32], retention| {
+        let options = BeginOptions { retention, ..up_to(prompt.len() as u32) };
+        let mut line = rig.begin(prompt, Ns::default(), options).expect("fits");
+        rig.prefill(&mut line, prompt);
+        rig.release(&line);
+    };
+    let (a, b) = (tokens(0, 17), tokens(100, 116));
+    let mut rig = Rig::new(&paged(8));
+    run(&mut rig, &a, Retentions::default());
+    run(&mut rig, &a, kept(90, None));
+    run(&mut rig, &b, Retentions::default());
+    let free = rig.blocks().0;
+    let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
+    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
+    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (2, 0));
+}
+
+/// More tenants than names: who comes last is cached too, sooner or later.
+#[test]
+fn namespaces_are_not_used_up_for_ever() {
+    let spec = Spec { max_seqs: 2, ..paged(80_000) };
+    let mut cache = null(&spec);
+    let run = |cache: &mut Cache, tenant: u64| {
+        let namespace = Namespace { salt: Some(KeyPart::number(tenant)), ..Namespace::default() };
+        let options = BeginOptions { namespace, ..up_to(9) };
+        let prompt = tokens(0, 9);
+        let begun = cache.begin(&prompt, options).expect("fits");
+        let left = 9 - begun.cached_len;
+        skip(cache.reserve(&[(begun.sequence, left)]).expect("fits")).expect("whole");
+        cache.release(begun.sequence).expect("alive");
+        begun.cached_len
+    };
+    for tenant in 0..66_000 {
+        run(&mut cache, tenant);
+    }
+    // One tenant that comes again and again, while others come too.
+    let mut found = 0;
+    for round in 0..1000 {
+        found = found.max(run(&mut cache, 1_000_000));
+        run(&mut cache, 2_000_000 + round);
+    }
+    assert!(found > 0, "the last tenant never finds its own prompt");
+}
