@@ -161,6 +161,12 @@ pub fn grouped(number: u64) -> String {
     out
 }
 
+/// A count and what is counted, whose plural ends in s: `1 sequence`, `2,048 sequences`.
+#[must_use]
+pub fn counted(count: u64, what: &str) -> String {
+    format!("{} {what}{}", grouped(count), if count == 1 { "" } else { "s" })
+}
+
 /// The binary units that sizes are read and written in, biggest first.
 const BINARY_UNITS: [(&str, u64); 4] =
     [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
@@ -272,6 +278,9 @@ mod tests {
     fn numbers_read_well() {
         assert_eq!(grouped(1_073_741_824), "1,073,741,824");
         assert_eq!(grouped(999), "999");
+        assert_eq!(counted(1, "block"), "1 block");
+        assert_eq!(counted(0, "block"), "0 blocks");
+        assert_eq!(counted(1024, "block"), "1,024 blocks");
         assert_eq!(Bytes(3_355_443_200).human(), "3.125 GiB");
         assert_eq!(Bytes(17).human(), "17 B");
     }

@@ -7,7 +7,7 @@ use super::progress::Bars;
 use super::{CliError, print, table, text_of};
 use crate::config::Source;
 use crate::job::{self, Report, Run, RunReport, Silent};
-use crate::units::{Bytes, grouped};
+use crate::units::{Bytes, counted, grouped};
 
 /// Runs the job of a file and prints what came out.
 pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(), CliError> {
@@ -161,8 +161,7 @@ fn saved(run: &RunReport) -> String {
 fn devices(runs: &[&RunReport]) -> String {
     let mut devices: Vec<String> = Vec::new();
     for run in runs {
-        let plural = if run.threads == 1 { "" } else { "s" };
-        let device = format!("{} with {} thread{plural}", run.device, run.threads);
+        let device = format!("{} with {}", run.device, counted(run.threads.into(), "thread"));
         if !devices.contains(&device) {
             devices.push(device);
         }
@@ -173,13 +172,13 @@ fn devices(runs: &[&RunReport]) -> String {
 /// What the table has no room for.
 fn sentence(run: &RunReport, columns: &[Column]) -> String {
     let mut text = format!(
-        "{}: {} requests, {} tokens, {} steps of {:.1} requests, {} outputs checked",
+        "{}: {}, {}, {} of {:.1} requests, {} checked",
         run.variant,
-        grouped(run.requests_completed),
-        grouped(run.tokens_appended),
-        grouped(run.steps),
+        counted(run.requests_completed, "request"),
+        counted(run.tokens_appended, "token"),
+        counted(run.steps, "step"),
         run.mean_running,
-        grouped(run.outputs_checked),
+        counted(run.outputs_checked, "output"),
     );
     if columns.iter().any(|column| column.shown == Shown::WithReuse) {
         // These have made room for the columns about reuse.
@@ -190,15 +189,16 @@ fn sentence(run: &RunReport, columns: &[Column]) -> String {
         let _ = write!(text, ", error {error:.1e} of {limit} allowed");
     }
     for (count, what) in [
-        (run.nonfinite, "elements were NaN or infinite"),
-        (run.saturated, "elements were beyond the static scales and cut off"),
+        (run.nonfinite, "NaN or infinite"),
+        (run.saturated, "beyond the static scales and cut off"),
     ] {
         if count > 0 {
-            let _ = write!(text, "; {} {what}", grouped(count));
+            let were = if count == 1 { "was" } else { "were" };
+            let _ = write!(text, "; {} {were} {what}", counted(count, "element"));
         }
     }
     if run.preemptions > 0 {
-        let _ = write!(text, "; {} preemptions", grouped(run.preemptions));
+        let _ = write!(text, "; {}", counted(run.preemptions, "preemption"));
     }
     if let Some(why) = run.prefix_reuse_declined.filter(|_| run.repeated_prompt_tokens > 0) {
         let _ = write!(text, "; prefixes not shared: {why}");
@@ -206,11 +206,11 @@ fn sentence(run: &RunReport, columns: &[Column]) -> String {
     if run.prefix_reuse && run.repeated_prompt_tokens > 0 {
         let _ = write!(
             text,
-            "; of {} prompt tokens {} were in the cache ({} at most), {} blocks evicted",
-            grouped(run.prompt_tokens),
+            "; of {} {} were in the cache ({} at most), {} evicted",
+            counted(run.prompt_tokens, "prompt token"),
             grouped(run.prefix_hit_tokens),
             grouped(run.repeated_prompt_tokens),
-            grouped(run.evictions),
+            counted(run.evictions, "block"),
         );
     }
     for (count, why) in [

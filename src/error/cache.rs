@@ -1,7 +1,7 @@
 //! Verbs that were refused.
 
 use super::DeviceError;
-use crate::units::{GroupIdx, LayerIdx};
+use crate::units::{GroupIdx, LayerIdx, counted};
 
 /// A verb that was refused. The cache is as it was before the call (P4). Owns no heap memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,7 +39,8 @@ pub enum CacheError {
     },
     /// All sequence slots are taken; one comes free when a sequence is released.
     #[error(
-        "all {seq_slots} sequence slots are taken; release a sequence, or raise limits.max_seqs (contiguous: pool.capacity)"
+        "{} taken; release a sequence, or raise limits.max_seqs (contiguous: pool.capacity)",
+        all(*seq_slots, "sequence slot")
     )]
     NoSeqSlot {
         /// How many there are.
@@ -57,7 +58,9 @@ pub enum CacheError {
     },
     /// The pool could not hold this sequence even when empty; waiting does not help.
     #[error(
-        "the sequence needs {wanted} blocks of layer group {group} and the whole pool has {total}: it can never run; raise pool.capacity"
+        "the sequence needs {} of layer group {group} and the whole pool has {total}: it can never run; \
+         give begin a smaller max_len (left out, it is limits.max_seq_len) or less look-ahead, or raise pool.capacity",
+        counted(*wanted, "block")
     )]
     NeverFits {
         /// Which layer group is short.
@@ -69,7 +72,8 @@ pub enum CacheError {
     },
     /// The pool cannot take this sequence now; it can when others are released.
     #[error(
-        "the sequence needs {wanted} blocks of layer group {group} and {available} are not taken or promised; release a sequence, or raise pool.capacity"
+        "the sequence needs {} of layer group {group} and {available} {} not taken or promised; release a sequence, or raise pool.capacity",
+        counted(*wanted, "block"), is_are(*available)
     )]
     NotAdmitted {
         /// Which layer group is short.
@@ -81,7 +85,8 @@ pub enum CacheError {
     },
     /// A step needs more blocks than are free.
     #[error(
-        "the step needs {wanted} blocks of layer group {group} and {available} are free; release or preempt a sequence, or raise pool.capacity"
+        "the step needs {} of layer group {group} and {available} {} free; release or preempt a sequence, or raise pool.capacity",
+        counted(*wanted, "block"), is_are(*available)
     )]
     PoolExhausted {
         /// Which layer group is short.
@@ -172,7 +177,8 @@ pub enum CacheError {
     },
     /// `commit` of a step whose K and V are not all there.
     #[error(
-        "{missing} layers were not appended in this step, the first is {first}; append them, or call mark_appended when your own kernels wrote them"
+        "{} not appended in this step, the first is {first}; append what is missing, or call mark_appended when your own kernels wrote it",
+        if *missing == 1 { "1 layer was".to_owned() } else { format!("{missing} layers were") }
     )]
     StepIncomplete {
         /// How many.
@@ -229,7 +235,8 @@ pub enum CacheError {
     },
     /// Static batches: nothing begins before the batch that runs has ended.
     #[error(
-        "a static batch of {live} sequences is under way; release them first, or use cache.admission = \"guaranteed\""
+        "a static batch of {} is under way; release {} first, or use cache.admission = \"guaranteed\"",
+        counted((*live).into(), "sequence"), it_them(*live)
     )]
     BatchUnderWay {
         /// Sequences of the batch.
@@ -268,13 +275,13 @@ pub enum CacheError {
     )]
     NothingToPin,
     /// All pins are in use.
-    #[error("all {limit} pins are in use; unpin something, or raise limits.max_seqs")]
+    #[error("{} in use; unpin something, or raise limits.max_seqs", all(*limit, "pin"))]
     NoPin {
         /// How many there are.
         limit: u32,
     },
     /// The operation would make reservations outdated.
-    #[error("{held} reservations are held; begin or cancel them first")]
+    #[error("{} held; begin or cancel {} first", are(*held, "reservation"), it_them(*held))]
     ReservationsHeld {
         /// How many.
         held: u32,
@@ -298,15 +305,13 @@ pub enum CacheError {
         generation: u64,
     },
     /// The operation needs an idle cache, and pins are alive.
-    #[error("{live} pins are alive; unpin them first")]
+    #[error("{} alive; unpin {} first", are(*live, "pin"), it_them(*live))]
     PinsAlive {
         /// How many.
         live: u32,
     },
     /// The operation needs an idle cache, and sequences are alive.
-    #[error(
-        "{live} sequences are alive, reservations counted ({reserved}); release them and cancel_reservations first"
-    )]
+    #[error("{} alive, of them {reserved} reserved; release {} first, reservations with cancel_reservations", are(*live, "sequence"), it_them(*live))]
     SequencesAlive {
         /// How many, reservations counted.
         live: u32,
@@ -332,3 +337,69 @@ pub struct BatchRefused {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invariant violated: {0}")]
 pub struct InvariantError(pub String);
+
+/// The verb that goes with a count.
+fn is_are(count: u64) -> &'static str {
+    if count == 1 { "is" } else { "are" }
+}
+
+/// The pronoun that goes with a count.
+fn it_them(count: u32) -> &'static str {
+    if count == 1 { "it" } else { "them" }
+}
+
+/// `1 pin is`, `2 pins are`.
+fn are(count: u32, what: &str) -> String {
+    format!("{} {}", counted(count.into(), what), is_are(count.into()))
+}
+
+/// `the only pin is`, `all 2 pins are`.
+fn all(count: u32, what: &str) -> String {
+    if count == 1 { format!("the only {what} is") } else { format!("all {}", are(count, what)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_no_plural() {
+        let group = GroupIdx(0);
+        for (one, text) in [
+            (CacheError::SequencesAlive { live: 1 }, "1 sequence is alive; release it first"),
+            (CacheError::SequencesAlive { live: 2 }, "2 sequences are alive; release them first"),
+            (CacheError::PinsAlive { live: 1 }, "1 pin is alive; unpin it first"),
+            (CacheError::PinsAlive { live: 3 }, "3 pins are alive; unpin them first"),
+            (
+                CacheError::ReservationsHeld { held: 1 },
+                "1 reservation is held; begin or cancel it first",
+            ),
+            (CacheError::NoPin { limit: 1 }, "the only pin is in use;"),
+            (CacheError::NoPin { limit: 4 }, "all 4 pins are in use;"),
+            (CacheError::NoSeqSlot { seq_slots: 1 }, "the only sequence slot is taken;"),
+            (CacheError::BatchUnderWay { live: 1 }, "a static batch of 1 sequence is under way;"),
+            (
+                CacheError::StepIncomplete { missing: 1, first: LayerIdx(3) },
+                "1 layer was not appended in this step, the first is 3;",
+            ),
+            (
+                CacheError::PoolExhausted { group, wanted: 1, available: 0 },
+                "the step needs 1 block of layer group 0 and 0 are free;",
+            ),
+            (
+                CacheError::NotAdmitted { group, wanted: 2, available: 1 },
+                "the sequence needs 2 blocks of layer group 0 and 1 is not taken or promised;",
+            ),
+        ] {
+            assert!(one.to_string().starts_with(text), "{one}");
+        }
+    }
+
+    #[test]
+    fn what_never_fits_names_every_knob() {
+        let error = CacheError::NeverFits { group: GroupIdx(1), wanted: 5, total: 4 }.to_string();
+        for knob in ["max_len", "limits.max_seq_len", "look-ahead", "pool.capacity"] {
+            assert!(error.contains(knob), "{knob}: {error}");
+        }
+    }
+}

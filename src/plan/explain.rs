@@ -6,7 +6,7 @@ use super::group::{GroupKind, LayerGroup};
 use super::layout::Addressing;
 use super::{Plan, SCALE_BYTES};
 use crate::config::CacheMode;
-use crate::units::{Bytes, grouped};
+use crate::units::{Bytes, counted, grouped};
 
 impl Plan {
     /// The plan as text: the formula with this model's numbers, the groups, and what fits.
@@ -182,7 +182,7 @@ impl Plan {
 
 /// `1 sequence`, `2 sequences`.
 fn sequences(count: u32) -> String {
-    format!("{} sequence{}", grouped(count.into()), if count == 1 { "" } else { "s" })
+    counted(count.into(), "sequence")
 }
 
 /// The group's layers, shortened: `0-4, 6-10` or `29 of 34`.
