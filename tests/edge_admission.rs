@@ -4,7 +4,7 @@ use kvpool::cache::{BeginOptions, Cache};
 use kvpool::config::{Admission, CacheMode, Capacity, DeviceConfig};
 use kvpool::error::{CacheError, PlanError};
 use kvpool::plan::{Addressing, GroupKind};
-use kvpool::units::{Bytes, GroupIdx};
+use kvpool::units::{Bytes, GroupIdx, grouped};
 
 use crate::common::{MODES, Rng, Spec, append_step, assert_refused, begin, begin_with, empty_step};
 
@@ -20,6 +20,63 @@ fn edge_12_longer_than_the_pool_is_refused_at_once() {
         let _holder = begin_with(&mut cache, 0, Some(32)).expect("the whole pool");
         let error = assert_refused(&mut cache, |cache| begin_with(cache, 33, Some(33)));
         assert_eq!(error, wanted, "full pool: still never, not later");
+    }
+}
+
+/// A watermark that is the whole of a group would let no sequence begin beside another.
+#[test]
+fn edge_12_a_watermark_leaves_room_beside_it() {
+    // Three groups, of which that with the window of 5 has the fewest blocks.
+    let spec = |watermark_blocks| Spec {
+        windows: vec![0, 5, 33],
+        max_seqs: 2,
+        admission: Admission::MaxUtilization,
+        watermark_blocks,
+        ..Spec::default()
+    };
+    let plan = spec(0).plan();
+    let units: Vec<u32> = plan.groups.iter().map(|group| group.layout.units).collect();
+    let (most, all) = (units[1] - 1, units[1]);
+    assert!(all < units[0] && all < units[2], "{units:?}");
+    assert!(!plan.explain().contains("watermark"));
+    let plan = spec(most).plan();
+    let shown = format!("watermark {most} blocks of each paged group left free");
+    assert!(plan.explain().contains(&shown), "{}", plan.explain());
+    for watermark in [all, all + 1, u32::MAX] {
+        let error = spec(watermark).try_plan().expect_err("refused").to_string();
+        let start = format!(
+            "cache.watermark_blocks: is {}, and layer group 1 has {all} blocks",
+            grouped(watermark.into())
+        );
+        assert!(error.starts_with(&start), "{error}");
+        assert!(error.ends_with(&format!("lower it to {most} at most, or raise pool.capacity")));
+    }
+}
+
+/// The setting that a step too long for one sequence names is the one that bounds it.
+#[test]
+fn edge_12_a_step_that_is_too_long_names_what_bounds_it() {
+    let base = Spec { max_seq_len: 256, ..Spec::default() };
+    for (spec, limit, name) in [
+        (Spec { max_batch_tokens: 40, ..base.clone() }, 40, "limits.max_batch_tokens"),
+        (
+            Spec { windows: vec![0, 24], ..base.clone() },
+            24,
+            "limits.max_step_tokens (left out, it is the smallest attention window)",
+        ),
+        (
+            Spec { max_step_tokens: Some(10), ..base.clone() },
+            10,
+            "limits.max_step_tokens (tokens of one sequence)",
+        ),
+        (Spec { max_seq_len: 32, ..base }, 32, "limits.max_seq_len"),
+    ] {
+        let mut cache = spec.open();
+        let sequence = begin(&mut cache, 0);
+        let wanted = u64::from(limit) + 1;
+        let batch = [(sequence, limit + 1)];
+        let error = assert_refused(&mut cache, |cache| cache.reserve(&batch).map(|_| ()));
+        assert_eq!(error, CacheError::StepTooLarge { wanted, limit, knob: name }, "{error}");
     }
 }
 

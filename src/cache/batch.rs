@@ -183,7 +183,7 @@ impl Cache {
                 return Err(CacheError::StepTooLarge {
                     wanted: u64::from(tokens),
                     limit: limits.max_step_tokens,
-                    knob: "limits.max_step_tokens (tokens of one sequence)",
+                    knob: self.plan.step_tokens_knob(),
                 });
             }
             let len = u64::from(record.len) + u64::from(tokens);

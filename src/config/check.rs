@@ -63,6 +63,7 @@ pub fn verify(config: &Config, geometry: &Geometry) -> Result<(), Invalid> {
 pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
     check_limits(&config.limits)?;
     check_cache(&config.cache, geometry)?;
+    check_events(config, geometry)?;
     check_pool(config)?;
     in_range("device.threads", config.device.threads, 0..=MAX_THREADS)
 }
@@ -142,6 +143,7 @@ fn check_cache(cache: &CacheConfig, geometry: &Geometry) -> Result<(), Complaint
         return Err(Complaint::new("cache.tokens_per_block", problem));
     }
     check_sharing(cache)?;
+    check_mode(cache)?;
     match (&cache.int8, cache.format) {
         (Some(int8), Format::Int8) => check_scales(int8, geometry)?,
         (Some(_), format) => {
@@ -189,6 +191,40 @@ fn check_sharing(cache: &CacheConfig) -> Result<(), Complaint> {
         ));
     }
     Ok(())
+}
+
+/// A watermark is of blocks, and contiguous layers have none.
+fn check_mode(cache: &CacheConfig) -> Result<(), Complaint> {
+    if cache.watermark_blocks == 0 || cache.mode != CacheMode::Contiguous {
+        return Ok(());
+    }
+    let problem =
+        format!("is {}, and cache.mode = \"contiguous\" has no blocks", cache.watermark_blocks);
+    let help = "remove it, or write cache.mode = \"paged\" or \"hybrid\"";
+    Err(Complaint::with_help("cache.watermark_blocks", problem, help))
+}
+
+/// Events are about blocks of the prefix index, which is over paged layers that see everything. A
+/// window as long as the longest sequence is none.
+fn check_events(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
+    let events = config.cache.event_buffer;
+    let indexed = |(contiguous, window): (bool, &u32)| {
+        !contiguous && (*window == 0 || *window >= config.limits.max_seq_len)
+    };
+    let mut layers = contiguous_set(config, geometry).into_iter().zip(&geometry.windows);
+    if events == 0 || layers.any(indexed) {
+        return Ok(());
+    }
+    let why = if config.cache.mode == CacheMode::Contiguous {
+        "cache.mode = \"contiguous\" has no blocks"
+    } else {
+        "every paged layer has a window"
+    };
+    Err(Complaint::with_help(
+        "cache.event_buffer",
+        format!("is {events}, and {why}, so there is no prefix index whose events could be kept"),
+        "remove it, or make the layers without a window paged",
+    ))
 }
 
 fn check_scales(int8: &Int8Config, geometry: &Geometry) -> Result<(), Complaint> {

@@ -18,8 +18,8 @@ use super::{
 /// something other than `hybrid` drops `[cache.hybrid]`, one that sets `scale` to something
 /// other than `per-tensor` drops `k_scale` and `v_scale`, one whose mode or capacity leaves
 /// nothing to divide drops `pool.typical_seq_len`, one that sets `admission` to something other
-/// than `max-utilization` drops `watermark_blocks`, and one that turns `prefix_reuse` off drops
-/// `event_buffer`.
+/// than `max-utilization` drops `watermark_blocks`, one that turns `prefix_reuse` off drops
+/// `event_buffer`, and one that sets `mode` to `contiguous` drops both.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VariantConfig {
@@ -104,10 +104,13 @@ impl VariantConfig {
 
     /// The part of [`Self::apply`] about admission and reuse.
     fn apply_sharing(&self, cache: &mut CacheConfig) {
-        if self.admission.is_some_and(|admission| admission != Admission::MaxUtilization) {
+        let contiguous = self.mode == Some(CacheMode::Contiguous);
+        let promising =
+            self.admission.is_some_and(|admission| admission != Admission::MaxUtilization);
+        if promising || contiguous {
             cache.watermark_blocks = 0;
         }
-        if self.prefix_reuse == Some(false) {
+        if self.prefix_reuse == Some(false) || contiguous {
             cache.event_buffer = 0;
         }
         cache.admission = self.admission.unwrap_or(cache.admission);
@@ -266,6 +269,9 @@ mod tests {
         let dropped = off.apply(&base).cache;
         assert_eq!((dropped.watermark_blocks, dropped.event_buffer), (0, 0));
         assert_eq!((dropped.admission, dropped.prefix_reuse), (Admission::StaticBatch, false));
+        let mode = Some(CacheMode::Contiguous);
+        let dropped = VariantConfig { mode, ..VariantConfig::default() }.apply(&base).cache;
+        assert_eq!((dropped.watermark_blocks, dropped.event_buffer), (0, 0));
         // What the variant itself says stays, for the check to refuse.
         let said = VariantConfig { watermark_blocks: Some(2), event_buffer: Some(3), ..off };
         let said = said.apply(&base).cache;

@@ -154,6 +154,13 @@ impl Plan {
             sequences(self.seq_slots)
         )?;
         writeln!(out, "prefixes  {}", self.reuse.words())?;
+        if self.watermark_blocks > 0 {
+            let blocks = counted(self.watermark_blocks.into(), "block");
+            writeln!(
+                out,
+                "watermark {blocks} of each paged group left free when a sequence begins beside others"
+            )?;
+        }
         if self.full_length_seqs == 0 {
             writeln!(
                 out,

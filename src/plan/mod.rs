@@ -37,7 +37,7 @@ use crate::config::{
     Admission, CacheMode, Capacity, Config, Geometry, Invalid, ScaleKind, StaticScale, verify,
 };
 use crate::error::PlanError;
-use crate::units::{Bytes, GroupIdx, LayerIdx};
+use crate::units::{Bytes, GroupIdx, LayerIdx, counted, grouped};
 
 /// Keys of one split, in tokens. Attention over more keys than this is computed split by split
 /// and combined in order. Splits start at multiples of this position, whatever the mode, the
@@ -155,8 +155,9 @@ impl Plan {
             .groups
             .iter()
             .try_fold(Bytes::ZERO, |sum, group| sum.try_add(group.bytes_per_token))?;
+        check_watermark(config.cache.watermark_blocks, &sized.groups)?;
         let reuse = ReusePlan::new(config, &sized.groups);
-        let event_buffer = if reuse.lead.is_some() { config.cache.event_buffer } else { 0 };
+        let event_buffer = config.cache.event_buffer;
         let host_terms =
             host::terms(geometry, &limits, &sized.groups, sized.seq_slots, &reuse, event_buffer)?;
         let host_bytes =
@@ -213,6 +214,23 @@ impl Plan {
         match self.groups[group.index()].window {
             Some(window) => (high_water + 1).saturating_sub(window + self.limits.max_rewind_tokens),
             None => 0,
+        }
+    }
+
+    /// What to raise when one sequence should have more tokens in a step: what
+    /// `limits.max_step_tokens` follows from where it was left out, or is bounded by.
+    #[must_use]
+    pub fn step_tokens_knob(&self) -> &'static str {
+        let limits = &self.limits;
+        let step = limits.max_step_tokens;
+        if step == limits.max_seq_len {
+            "limits.max_seq_len"
+        } else if step == limits.max_batch_tokens {
+            "limits.max_batch_tokens"
+        } else if Some(step) == smallest_window(&self.geometry) {
+            "limits.max_step_tokens (left out, it is the smallest attention window)"
+        } else {
+            "limits.max_step_tokens (tokens of one sequence)"
         }
     }
 
@@ -274,12 +292,31 @@ impl Plan {
     }
 }
 
+/// Refuses a watermark that is the whole of some group: beside one sequence no other could begin.
+fn check_watermark(watermark: u32, groups: &[LayerGroup]) -> Result<(), PlanError> {
+    let paged = (0..).zip(groups).filter(|(_, group)| group.kind == GroupKind::Paged);
+    let smallest = paged.map(|(index, group)| (group.layout.units, index)).min();
+    let Some((blocks, group)) = smallest.filter(|(blocks, _)| watermark >= *blocks) else {
+        return Ok(());
+    };
+    let group = GroupIdx(group);
+    let most = blocks.saturating_sub(1);
+    Err(PlanError::Contradiction {
+        key: "cache.watermark_blocks".to_owned(),
+        problem: format!(
+            "is {}, and layer group {group} has {} in all, so that no sequence could begin beside \
+             another",
+            grouped(watermark.into()),
+            counted(blocks.into(), "block")
+        ),
+        help: format!("lower it to {} at most, or raise pool.capacity", grouped(most.into())),
+    })
+}
+
 /// Fills in the limits' defaults.
 fn limits(config: &Config, geometry: &Geometry) -> Limits {
     let given = &config.limits;
-    let smallest_window =
-        geometry.windows.iter().copied().filter(|w| *w > 0).min().unwrap_or(u32::MAX);
-    let natural = given.max_batch_tokens.min(smallest_window);
+    let natural = given.max_batch_tokens.min(smallest_window(geometry).unwrap_or(u32::MAX));
     Limits {
         max_seqs: given.max_seqs,
         max_seq_len: given.max_seq_len,
@@ -287,6 +324,11 @@ fn limits(config: &Config, geometry: &Geometry) -> Limits {
         max_step_tokens: given.max_step_tokens.unwrap_or(natural).min(given.max_seq_len),
         max_rewind_tokens: given.max_rewind_tokens,
     }
+}
+
+/// The smallest attention window; `None` when every layer sees everything.
+fn smallest_window(geometry: &Geometry) -> Option<u32> {
+    geometry.windows.iter().copied().filter(|window| *window > 0).min()
 }
 
 /// One entry a layer for static scales, none otherwise.

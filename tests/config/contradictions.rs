@@ -1,6 +1,7 @@
 //! Group 64: settings that contradict each other.
 
 use kvpool::config::contiguous_set;
+use kvpool::plan::Plan;
 
 use super::{GOOD, INT8, JOB, read, refused, refused_line, with_line};
 
@@ -156,6 +157,44 @@ fn edge_64_a_watermark_where_blocks_are_promised() {
     let variants = read(&text).unwrap().variants();
     let marks: Vec<u32> = variants.iter().map(|(_, c)| c.cache.watermark_blocks).collect();
     assert_eq!(marks, [0, 8]);
+}
+
+#[test]
+fn edge_64_blocks_and_events_of_contiguous_layers() {
+    let contiguous = GOOD.replace("\"paged\"", "\"contiguous\"");
+    let text = with_line(
+        &contiguous,
+        16,
+        "admission = \"max-utilization\"\nwatermark_blocks = 8\nevent_buffer = 0",
+    );
+    let start = "t.toml:17: cache.watermark_blocks: is 8, and cache.mode = \"contiguous\" has no";
+    refused(&text, start, &["; remove it, or write cache.mode = \"paged\" or \"hybrid\""]);
+    let parts = ["no prefix index", "; remove it, or make the layers without a window paged"];
+    let start = "t.toml:16: cache.event_buffer: is 64, and ";
+    let contiguous = with_line(&contiguous, 16, "event_buffer = 64");
+    refused(&contiguous, &format!("{start}cache.mode = \"contiguous\" has no blocks"), &parts);
+    // Paged layers that all have a window, which is one as long as it is shorter than a sequence.
+    let windows = GOOD.replace("[128, 0]", "[128, 256]");
+    let windows = with_line(&windows, 16, "event_buffer = 64");
+    refused(&windows, &format!("{start}every paged layer has a window"), &parts);
+    let rings = windows.replace("256]", "0]").replace("\"paged\"", "\"hybrid\"");
+    let swapped = format!("{rings}\n[cache.hybrid]\ncontiguous_layers = [1, 3]\n");
+    refused(&swapped, &format!("{start}every paged layer has a window"), &parts);
+    for good in [rings, windows.replace("256]", "512]"), windows.replace("256]", "0]")] {
+        let source = read(&good).unwrap();
+        let plan = Plan::new(&source.config, &source.geometry).unwrap();
+        assert!(plan.reuse.lead.is_some() && plan.event_buffer == 64, "{good}");
+    }
+    // A variant that is contiguous leaves out what the file says for the others.
+    let line = "mode = \"hybrid\"\nadmission = \"max-utilization\"\nwatermark_blocks = 8\n\
+                event_buffer = 64";
+    let text = with_line(&with_line(JOB, 8, line), 19, "mode = \"contiguous\"");
+    let variants = read(&text).unwrap().variants();
+    let both: Vec<_> = variants
+        .iter()
+        .map(|(_, config)| (config.cache.watermark_blocks, config.cache.event_buffer))
+        .collect();
+    assert_eq!(both, [(0, 0), (8, 64)]);
 }
 
 #[test]
