@@ -391,6 +391,73 @@ fn a_job_that_completes_nothing_fails() {
     assert!(error.contains("no request was completed"), "{error}");
 }
 
+/// Outputs that nobody computed are not equal, and have no checksum.
+#[test]
+fn a_job_that_computes_nothing_compares_nothing() {
+    let file = "configs/shared-prefix.toml";
+    let prefixes = "workload.shared_prefix_tokens={dist=\"uniform\",min=2000,max=99999}";
+    for set in [prefixes, "pool.capacity=tokens:16"] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = folder.path().to_str().expect("UTF-8");
+        let out = kvpool(&["run", file, "--set", set, "--out", place]);
+        assert_eq!(out.status.code(), Some(1), "{set}");
+        let table = text(&out.stdout);
+        assert!(!table.contains("equal outputs") && !table.contains("00000000"), "{table}");
+        let said = "outputs not compared (f16): nothing was computed by ";
+        assert!(table.contains(said), "{table}");
+        assert!(table.contains("paged-on: nothing was computed; 120 refused: "), "{table}");
+        let row = table.lines().find(|line| line.starts_with("paged-on ")).expect("a row");
+        assert_eq!(row.split_whitespace().rev().nth(1), Some("-"), "{row}");
+        let error = text(&out.stderr);
+        let all = "warning: variant \"paged-on\": 120 of 120 requests were refused; the first: ";
+        assert!(error.contains(all) && error.contains("no request was completed"), "{error}");
+
+        let json = std::fs::read_to_string(folder.path().join("results.json")).expect("written");
+        let document: Value = serde_json::from_str(&json).expect("JSON");
+        let runs = document["runs"].as_array().expect("runs");
+        let ran: Vec<_> = runs.iter().filter(|run| run.get("error").is_none()).collect();
+        assert!(ran.len() >= 4 && ran.iter().all(|run| run["output_checksum"].is_null()));
+        assert_eq!(document["comparisons"][0]["outcome"], "nothing-computed");
+        let csv = std::fs::read_to_string(folder.path().join("results.csv")).expect("written");
+        let at = KEYS.iter().position(|key| *key == "output_checksum").expect("there");
+        assert!(csv.lines().skip(1).all(|line| line.split(',').nth(at) == Some("")), "{csv}");
+    }
+}
+
+/// What is left out of a job is said on lines of its own, with the first cause and the knob; what
+/// ran makes it a success.
+#[test]
+fn refused_requests_are_a_warning() {
+    let arguments = [&["run"], &SHARED[..5], &["--set", "workload.turns={dist='fixed',value=16}"]];
+    let out = kvpool(&arguments.concat());
+    assert_eq!(out.status.code(), Some(0), "{}", text(&out.stderr));
+    let lines: Vec<&str> = text(&out.stderr).lines().collect();
+    assert_eq!(lines.len(), 6, "{lines:?}");
+    for (line, name) in lines.iter().zip(["contiguous-off", "contiguous-on", "paged-off"]) {
+        let start = format!("warning: variant {name:?}: ");
+        let refused = line.strip_prefix(&start).unwrap_or_else(|| panic!("{line}"));
+        let number = refused.split(' ').next().and_then(|count| count.parse::<u32>().ok());
+        assert!(number.is_some_and(|count| count > 0 && count < 16), "{line}");
+        for part in [
+            " of 16 requests were refused; the first: request number ",
+            "limits.max_seq_len is 1,024; raise it, or shorten the workload's requests",
+        ] {
+            assert!(line.contains(part), "{part}: {line}");
+        }
+    }
+    // A pool that is too small names itself.
+    let small =
+        ["run", "configs/shared-prefix.toml", "--set", "pool.capacity=tokens:256", "--json"];
+    let out = kvpool(&[&small[..], &["--set", "workload.requests=16"]].concat());
+    let error = text(&out.stderr);
+    let line = error.lines().find(|line| line.starts_with("warning: variant \"paged-on\""));
+    let line = line.unwrap_or_else(|| panic!("{error}"));
+    assert!(line.contains("the whole pool has 16; raise pool.capacity"), "{line}");
+    let document: Value = serde_json::from_slice(&out.stdout).expect("JSON");
+    let run = &document["runs"][3];
+    assert!(line.ends_with(run["first_refusal"].as_str().expect("a text")), "{run}");
+}
+
 #[test]
 fn results_are_refused_before_the_work() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -55,6 +55,7 @@ fn outputs_are_the_same_bits_with_reuse_and_without() {
     for at in 0..settings.len() {
         let [on, off] = pair(&runs, at);
         assert!(on.prefix_reuse && !off.prefix_reuse);
+        assert!(on.output_checksum.is_some(), "{}", on.variant);
         assert_eq!(on.output_checksum, off.output_checksum, "{}", on.variant);
         assert_eq!(on.prompt_tokens, off.prompt_tokens);
         assert_eq!((off.prefix_hit_tokens, off.saved_prefill_tokens, off.evictions), (0, 0, 0));

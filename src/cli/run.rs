@@ -1,6 +1,7 @@
 //! `kvpool run`.
 
 use std::fmt::Write as _;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 use super::progress::Bars;
@@ -23,9 +24,29 @@ pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(),
     if let Some(folder) = out {
         job::write(&report, folder)?;
     }
+    for run in &report.runs {
+        if let Some(warning) = warning(run) {
+            // If this cannot be written, the report still says it.
+            let _ = writeln!(io::stderr(), "warning: {warning}");
+        }
+    }
     let mut problems = report.problems();
     problems.extend(report.runs.iter().filter_map(allocated));
     if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+}
+
+/// What a run leaves out: requests that can never run, the first one's reason and what to change.
+fn warning(run: &Run) -> Option<String> {
+    let Run::Done(run) = run else { return None };
+    let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
+    let first = run.first_refusal.as_ref()?;
+    let were = if refused == 1 { "was" } else { "were" };
+    let all = counted(run.requests_completed + refused, "request");
+    let refused = grouped(refused);
+    Some(format!(
+        "variant {:?}: {refused} of {all} {were} refused; the first: {first}",
+        run.variant
+    ))
 }
 
 /// What breaks the promise that nothing is allocated after open. Only the program itself can say
@@ -116,7 +137,7 @@ const COLUMNS: [Column; 11] = [
     },
     Column {
         header: "output checksum",
-        cell: |run| run.output_checksum.clone(),
+        cell: |run| run.output_checksum.clone().unwrap_or_else(|| "-".to_owned()),
         shown: Shown::Always,
     },
     Column {
@@ -180,7 +201,9 @@ fn sentence(run: &RunReport, columns: &[Column]) -> String {
         run.mean_running,
         counted(run.outputs_checked, "output"),
     );
-    if columns.iter().any(|column| column.shown == Shown::WithReuse) {
+    if run.requests_completed == 0 {
+        text = format!("{}: nothing was computed", run.variant);
+    } else if columns.iter().any(|column| column.shown == Shown::WithReuse) {
         // These have made room for the columns about reuse.
         let tokens_per_s = grouped(rounded(run.tokens_per_s));
         let _ = write!(text, ", {tokens_per_s} tokens/s, {} ms a step", step_ms(run));

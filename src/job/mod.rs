@@ -44,7 +44,7 @@ use crate::cache::Cache;
 use crate::config::{Config, Geometry, Source};
 use crate::error::{CacheError, JobError, OpenError};
 use crate::plan::{KvFormat, Plan};
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// How far a variant is.
 #[derive(Clone, Copy, Debug)]
@@ -208,7 +208,7 @@ fn describe(
         step_ms_p50: latency.percentile_ms(50),
         step_ms_p99: latency.percentile_ms(99),
         max_abs_error: verdict.max_abs_error(),
-        output_checksum: format!("{:016x}", engine.checksum()),
+        output_checksum: (engine.counted() > 0).then(|| format!("{:016x}", engine.checksum())),
         allocations_after_open: allocations.counted(),
         threads: device.threads,
         tokens_per_block: plan.tokens_per_block,
@@ -229,6 +229,7 @@ fn describe(
         peak_cached_bytes: Bytes(counts.cached_peak),
         requests_refused_too_long: counts.refused_too_long,
         requests_refused_never_fits: counts.refused_never_fits,
+        first_refusal: scheduler.first_refusal(),
         preemptions: counts.preemptions,
         most_preemptions_of_one: counts.most_preemptions,
         preemptions_without_progress: counts.fruitless,
@@ -284,7 +285,8 @@ fn problems(scheduler: &Scheduler<'_>) -> Vec<String> {
         ));
     }
     if cache.stats().seqs > 0 {
-        problems.push(format!("{} sequences were not released", cache.stats().seqs));
+        let seqs = counted(cache.stats().seqs.into(), "sequence");
+        problems.push(format!("not released at the end: {seqs}"));
     }
     if let Err(error) = cache.check_invariants() {
         problems.push(error.to_string());

@@ -46,6 +46,7 @@ const COLUMNS: &[&str] = &[
     "peak_cached_bytes",
     "requests_refused_too_long",
     "requests_refused_never_fits",
+    "first_refusal",
     "preemptions",
     "most_preemptions_of_one",
     "preemptions_without_progress",

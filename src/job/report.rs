@@ -62,8 +62,9 @@ pub struct RunReport {
     pub max_abs_error: Option<f64>,
     /// A sum over the outputs that a model would sample from (at the last token of each prompt and
     /// all behind it), in 16 hexadecimal digits: changes with every bit of them, and not with the
-    /// order in which they were computed, nor with what is reused.
-    pub output_checksum: String,
+    /// order in which they were computed, nor with what is reused; `None` when nothing was
+    /// computed.
+    pub output_checksum: Option<String>,
     /// Allocations of the whole process from when the cache is open to the last release, with
     /// the observer's own left out; `None` when the program does not count
     /// (see [`crate::device::CountingAllocator`]).
@@ -109,6 +110,8 @@ pub struct RunReport {
     pub requests_refused_too_long: u64,
     /// Requests refused before the first step: they need more blocks than the pool has.
     pub requests_refused_never_fits: u64,
+    /// Why the first request was refused, and what to change; `None` when none was.
+    pub first_refusal: Option<String>,
     /// How often a request lost its blocks and was computed again.
     pub preemptions: u64,
     /// The most preemptions of one request.
@@ -176,6 +179,8 @@ pub enum Outcome {
     Different,
     /// No other variant completed the same requests, so the checksum is one of other outputs.
     NotComparable,
+    /// They have computed nothing, so there is nothing to compare.
+    NothingComputed,
 }
 
 impl Report {
@@ -240,7 +245,9 @@ fn what_ran(run: &RunReport) -> [u64; 3] {
 /// Compares runs of the same requests with the same format on the same device.
 fn compare(runs: &[&RunReport]) -> Comparison {
     let first = runs[0];
-    let outcome = if runs.len() == 1 {
+    let outcome = if runs.iter().all(|run| run.output_checksum.is_none()) {
+        Outcome::NothingComputed
+    } else if runs.len() == 1 {
         Outcome::NotComparable
     } else if runs.iter().all(|run| run.output_checksum == first.output_checksum) {
         Outcome::Equal
@@ -267,6 +274,9 @@ impl std::fmt::Display for Comparison {
                 f,
                 "outputs not compared ({format}): {variants} completed other requests than the other variants"
             ),
+            Outcome::NothingComputed => {
+                write!(f, "outputs not compared ({format}): nothing was computed by {variants}")
+            }
         }
     }
 }
@@ -296,7 +306,7 @@ pub(super) mod tests {
             step_ms_p50: 0.5,
             step_ms_p99: 0.75,
             max_abs_error: Some(1e-3),
-            output_checksum: checksum.to_owned(),
+            output_checksum: (completed > 0).then(|| checksum.to_owned()),
             allocations_after_open: Some(0),
             threads: 1,
             tokens_per_block: 16,
@@ -317,6 +327,7 @@ pub(super) mod tests {
             peak_cached_bytes: Bytes(16),
             requests_refused_too_long: 0,
             requests_refused_never_fits: 0,
+            first_refusal: None,
             preemptions: 0,
             most_preemptions_of_one: 0,
             preemptions_without_progress: 0,
@@ -354,6 +365,22 @@ pub(super) mod tests {
         );
         assert_eq!(report.comparisons[0].to_string(), "equal outputs, bit for bit (f16): a, c");
         assert_eq!(report.problems(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn runs_that_computed_nothing_are_not_called_equal() {
+        let none = |variant| run(variant, "f16", "0", 0);
+        let report = Report::new(vec![none("a"), none("b"), run("c", "f16", "1", 5)]);
+        let outcomes: Vec<_> =
+            report.comparisons.iter().map(|c| (c.variants.join(" "), c.outcome)).collect();
+        let [nothing, other] = &outcomes[..] else { panic!("{outcomes:?}") };
+        assert_eq!(*nothing, ("a b".to_owned(), Outcome::NothingComputed));
+        assert_eq!(*other, ("c".to_owned(), Outcome::NotComparable));
+        let text = "outputs not compared (f16): nothing was computed by a, b";
+        assert_eq!(report.comparisons[0].to_string(), text);
+        let problems = report.problems();
+        assert_eq!(problems.len(), 2);
+        assert!(problems[0].contains("no request was completed"), "{problems:?}");
     }
 
     #[test]

@@ -86,6 +86,8 @@ pub(super) struct Counts {
     pub(super) completed: u64,
     pub(super) refused_too_long: u64,
     pub(super) refused_never_fits: u64,
+    /// The first request of the list that was refused, and why.
+    pub(super) first_refusal: Option<(u32, CacheError)>,
     pub(super) preemptions: u64,
     pub(super) most_preemptions: u32,
     /// Preemptions of a request that had gained no new token since it was admitted.

@@ -8,7 +8,7 @@ use crate::config::Admission;
 use crate::error::CacheError;
 use crate::job::workload::Request;
 use crate::plan::GroupKind;
-use crate::units::GroupIdx;
+use crate::units::{GroupIdx, counted, grouped};
 
 impl Scheduler<'_> {
     /// Makes a request a task, or refuses it for ever. A turn is longer than the one before it, so
@@ -25,11 +25,45 @@ impl Scheduler<'_> {
                 self.counts.repeated_tokens += u64::from(request.repeated_tokens);
                 self.counts.sampled_rows += u64::from(request.output_tokens) + 1;
             }
-            Err(CacheError::SequenceTooLong { .. }) => self.counts.refused_too_long += 1,
-            Err(CacheError::NeverFits { .. }) => self.counts.refused_never_fits += 1,
+            Err(error @ CacheError::SequenceTooLong { .. }) => {
+                self.counts.refused_too_long += 1;
+                self.note_refusal(index, error);
+            }
+            Err(error @ CacheError::NeverFits { .. }) => {
+                self.counts.refused_never_fits += 1;
+                self.note_refusal(index, error);
+            }
             Err(error) => return Err(error),
         }
         Ok(())
+    }
+
+    /// Keeps the reason of the first refusal.
+    fn note_refusal(&mut self, index: usize, error: CacheError) {
+        let index = u32::try_from(index).unwrap_or(u32::MAX);
+        self.counts.first_refusal.get_or_insert((index, error));
+    }
+
+    /// The first refusal in the words of a job, whose lengths come from its workload: what the
+    /// request needs, what there is, and what to change.
+    pub(in crate::job) fn first_refusal(&self) -> Option<String> {
+        let (index, error) = self.counts.first_refusal?;
+        let tokens = counted(self.requests.get(index as usize)?.total_tokens(), "token");
+        let number = grouped(u64::from(index) + 1);
+        Some(match error {
+            CacheError::NeverFits { group, wanted, total } => format!(
+                "request number {number}, of {tokens}, needs {} of layer group {group} and the whole pool \
+                 has {}; raise pool.capacity, or shorten the workload's requests",
+                counted(wanted, "block"),
+                grouped(total)
+            ),
+            CacheError::SequenceTooLong { limit, knob, .. } => format!(
+                "request number {number} comes to {tokens} and {knob} is {}; raise it, or shorten the \
+                 workload's requests",
+                grouped(limit.into())
+            ),
+            other => format!("request number {number}, of {tokens}: {other}"),
+        })
     }
 
     /// Lets the first turn of the next conversation arrive; `false` when there is none left.
