@@ -353,12 +353,57 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
         assert_eq!(one["checksum"], first.expect("itself")["checksum"], "{one}");
     }
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
-    assert!(bad(&["bench", "sideways"], 2).contains("decode, append or prefill"));
+    assert!(bad(&["bench", "sideways"], 2).contains("<decode|append|prefill|manager>"));
+}
+
+#[test]
+fn bench_refuses_what_measures_nothing() {
+    for (operation, name) in [
+        ("decode", "decode/q32kv8d128/1x4096, decode/q32kv8d128/1x32768"),
+        ("append", "append/q32kv8d128/16, append/q32kv8d128/512"),
+        ("prefill", "prefill/q32kv8d128/0+512, prefill/q32kv8d128/4096+512"),
+    ] {
+        let error = bad(&["bench", operation, "--filter", "9x9"], 2);
+        assert!(error.contains("no shape's name contains \"9x9\"") && error.contains(name));
+    }
+    for seconds in ["0", "-1", "nan", "inf", "1e999", "two"] {
+        let error = bad(&["bench", "append", &format!("--seconds={seconds}")], 2);
+        assert!(error.contains("a finite number of seconds above 0"), "{error}");
+    }
+    for (option, range) in [("--footprint=0", "1..=16777216"), ("--threads=0", "1..=1024")] {
+        let error = bad(&["bench", "append", option], 2);
+        assert!(error.contains(range), "{error}");
+    }
+    let long = "x".repeat(100_000);
+    for what in ["decode", "manager"] {
+        let error = bad(&["bench", what, "--filter", &long], 2);
+        assert!(error.len() < 500, "{} bytes", error.len());
+        assert!(error.contains("\"xxxxxxxx") && error.contains("…; there are "), "{error}");
+    }
+}
+
+/// What the machine cannot give is said in the command's own options.
+#[cfg(target_os = "linux")]
+#[test]
+fn bench_says_which_option_takes_less_memory() {
+    let program = env!("CARGO_BIN_EXE_kvpool");
+    let command = format!(
+        "ulimit -v 2000000; exec '{program}' bench append --footprint 100000 --threads 1 \
+         --formats f16 --modes paged --filter /16"
+    );
+    let output = Command::new("sh").args(["-c", &command]).output().expect("a shell");
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    let start = "error: append/q32kv8d128/16, paged in f16, needs ";
+    assert!(error.starts_with(start), "{error}");
+    assert!(error.contains("lower --footprint (97.656 GiB now)"), "{error}");
+    assert!(!error.contains("pool.") && !error.contains("limits."), "{error}");
 }
 
 #[test]
 fn bench_manager_json_has_its_keys_and_counts_no_allocation() {
-    let out = good(&["bench", "manager", "--json", "--quick", "--filter", "4096"]);
+    // The options that all benches have may stand before the name too.
+    let out = good(&["bench", "--json", "manager", "--quick", "--filter", "4096"]);
     let document: Value = serde_json::from_str(&out).expect("one JSON document");
     let results = document["results"].as_array().expect("results");
     let names: Vec<_> = results.iter().map(|one| one["name"].as_str().expect("a name")).collect();
@@ -378,7 +423,22 @@ fn bench_manager_json_has_its_keys_and_counts_no_allocation() {
         assert!(["lookup", "sequence"].contains(&one["unit"].as_str().expect("a unit")), "{one}");
         assert_eq!(one["allocations"], 0, "{one}");
     }
-    assert!(bad(&["bench", "manager", "--filter", "none"], 2).contains("alloc_free_1"));
+    assert_eq!(document["quick"], true);
+    assert_eq!(document["version"], env!("CARGO_PKG_VERSION"));
+    assert!(document["cpu"].is_string() || document["cpu"].is_null());
+}
+
+#[test]
+fn bench_manager_says_what_its_cases_are() {
+    let error = bad(&["bench", "manager", "--filter", "none"], 2);
+    let help = good(&["bench", "manager", "--help"]);
+    for name in ["alloc_free_1", "hit_4096_runs1", "publish_evict_1e7", "decode_step_4096"] {
+        assert!(error.contains(name), "{error}");
+        let line = help.lines().find(|line| line.trim_start().starts_with(name));
+        assert!(line.is_some_and(|line| line.contains(": ") && line.len() <= 100), "{help}");
+    }
+    let listed = help.lines().filter(|line| line.contains("  per ")).count();
+    assert_eq!(listed, 16, "{help}");
 }
 
 /// A job in which nothing ran has not shown anything.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{Measurement, Options};
+use super::{BenchError, Measurement, Options};
 use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
 use crate::config::{CacheMode, Format, Source, parse};
 use crate::device::{TensorMut, TensorRef};
@@ -373,13 +373,15 @@ pub(super) fn measure(
     shape: &Shape,
     options: &Options,
     threads: u32,
-) -> Result<Vec<Measurement>, OpenError> {
+) -> Result<Vec<Measurement>, BenchError> {
     let inputs = Inputs::new(shape);
     let mut cases = Vec::new();
     for &format in &options.formats {
         for &mode in &options.modes {
             let variant = Variant { format, mode };
-            cases.push(Case::open(shape, variant, options, threads, &inputs)?);
+            let case = Case::open(shape, variant, options, threads, &inputs)
+                .map_err(|error| BenchError::of(error, shape, variant, options, threads))?;
+            cases.push(case);
         }
     }
     let mut out = vec![0.0_f32; inputs.q.len()];

@@ -8,15 +8,16 @@
 
 mod attention;
 mod dram;
+mod error;
 pub mod manager;
 
 pub use attention::{Operation, Session, Shape, Variant, shapes};
 pub use dram::read_gbps;
+pub use error::BenchError;
 
 use serde::Serialize;
 
 use crate::config::{CacheMode, Format, KernelChoice};
-use crate::error::OpenError;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -91,19 +92,22 @@ pub struct Measurement {
 /// Measures everything that the options ask for; `each` hears of every shape as it is done.
 ///
 /// # Errors
-/// A variant that cannot be opened.
+/// A filter that no shape's name contains, or a variant that cannot be opened.
 pub fn run(
     options: &Options,
     each: &mut dyn FnMut(&[Measurement]),
-) -> Result<Vec<Measurement>, OpenError> {
+) -> Result<Vec<Measurement>, BenchError> {
+    let mut chosen = shapes(options.operation);
+    chosen.retain(|shape| shape.name().contains(&options.filter));
+    if chosen.is_empty() {
+        let filter = options.filter.clone();
+        return Err(BenchError::NoSuchShape { operation: options.operation, filter });
+    }
     let mut all = Vec::new();
     for &threads in &options.threads {
-        for shape in shapes(options.operation) {
-            if !shape.name().contains(&options.filter) {
-                continue;
-            }
+        for shape in &chosen {
             let dram_before = read_gbps(threads);
-            let mut measured = attention::measure(&shape, options, threads)?;
+            let mut measured = attention::measure(shape, options, threads)?;
             // The neighbours of a shared machine come and go: the limit is taken before and
             // after, and the higher one counts.
             let dram_gbps = dram_before.max(read_gbps(threads));
@@ -116,4 +120,12 @@ pub fn run(
         }
     }
     Ok(all)
+}
+
+/// What the processor calls itself; `None` where the system does not say.
+#[must_use]
+pub fn cpu_name() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
 }

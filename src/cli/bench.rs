@@ -1,8 +1,10 @@
 //! `kvpool bench`: the kernels' speed beside the memory's, and the manager's.
 
+use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, value_parser};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde::de::value::{Error as ValueError, StrDeserializer};
@@ -11,54 +13,50 @@ use super::{CliError, print, table, text_of};
 use crate::bench::{self, Measurement, Operation, Options, manager};
 use crate::config::{CacheMode, Format, KernelChoice};
 
-/// What to measure, and how long.
+/// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(subcommand_value_name = "decode|append|prefill|manager")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
-    other: Option<Other>,
-    #[command(flatten)]
-    kernels: KernelArgs,
+    what: What,
+    /// Print one JSON document instead of a table
+    #[arg(long, global = true)]
+    json: bool,
+    /// Only shapes or cases whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "", global = true)]
+    filter: String,
 }
 
-/// What is not a kernel.
 #[derive(Debug, Subcommand)]
-enum Other {
+enum What {
+    /// Measure attention of one new token of each sequence
+    Decode(KernelArgs),
+    /// Measure storing K and V of new tokens
+    Append(KernelArgs),
+    /// Measure attention of many new tokens
+    Prefill(KernelArgs),
     /// Measure the manager alone: blocks, prefix index, steps; no K and V
+    #[command(after_help = cases())]
     Manager(ManagerArgs),
 }
 
 /// How to measure the manager.
 #[derive(Debug, Args)]
 struct ManagerArgs {
-    /// Print one JSON document instead of a table
-    #[arg(long)]
-    json: bool,
     /// Few rounds: shows that everything works, with rough figures
     #[arg(long)]
     quick: bool,
-    /// Only cases whose name contains this
-    #[arg(long, value_name = "TEXT", default_value = "")]
-    filter: String,
 }
 
-/// Which kernels to measure, and how long.
+/// Which variants to measure, and how long.
 #[derive(Debug, Args)]
 struct KernelArgs {
-    /// decode, append or prefill
-    #[arg(value_name = "OPERATION", value_parser = operation, required = true)]
-    operation: Option<Operation>,
-    /// Print one JSON document instead of a table
-    #[arg(long)]
-    json: bool,
-    /// Only shapes whose name contains this
-    #[arg(long, value_name = "TEXT", default_value = "")]
-    filter: String,
-    /// Seconds for each shape and thread count
-    #[arg(long, default_value_t = 2.0)]
+    /// Seconds for each shape and thread count, above 0
+    #[arg(long, default_value_t = 2.0, value_parser = seconds)]
     seconds: f64,
     /// Thread counts, one after the other [default: 1 and one for each core]
-    #[arg(long, value_name = "N", value_delimiter = ',')]
+    #[arg(long, value_name = "N", value_delimiter = ',',
+          value_parser = value_parser!(u32).range(1..=1024))]
     threads: Vec<u32>,
     /// Formats, each in every mode
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "f16,bf16,int8",
@@ -72,36 +70,58 @@ struct KernelArgs {
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = named::<KernelChoice>)]
     kernel: KernelChoice,
     /// MiB that the layers of each variant take at least, so that no cache holds them
-    #[arg(long, value_name = "MIB", default_value_t = 512)]
+    #[arg(long, value_name = "MIB", default_value_t = 512,
+          value_parser = value_parser!(u64).range(1..=FOOTPRINT_MIB_MAX))]
     footprint: u64,
 }
 
+/// The largest footprint: 16 TiB.
+const FOOTPRINT_MIB_MAX: u64 = 1 << 24;
+
+/// What `--json` prints.
 #[derive(Serialize)]
-struct Results<'a, T> {
+struct Document<'a, T> {
+    /// The version of this program.
+    version: &'static str,
+    /// What the processor calls itself; `null` where the system does not say.
+    cpu: Option<String>,
+    /// Of the manager: whether the figures are rough.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    quick: Option<bool>,
     results: &'a [T],
 }
 
 pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
-    match (&args.other, args.kernels.operation) {
-        (Some(Other::Manager(args)), _) => run_manager(args),
-        (None, Some(operation)) => run_kernels(&args.kernels, operation),
-        // The parser asks for one of the two.
-        (None, None) => Ok(()),
+    match &args.what {
+        What::Decode(kernels) => run_kernels(args, kernels, Operation::Decode),
+        What::Append(kernels) => run_kernels(args, kernels, Operation::Append),
+        What::Prefill(kernels) => run_kernels(args, kernels, Operation::Prefill),
+        What::Manager(manager) => run_manager(args, manager),
     }
 }
 
-fn run_manager(args: &ManagerArgs) -> Result<(), CliError> {
-    let options = if args.quick { manager::Options::quick() } else { manager::Options::full() };
+/// The cases of the manager, a line each.
+fn cases() -> String {
+    let width = manager::CASES.iter().map(|case| case.name.len()).max().unwrap_or(0);
+    let mut text = "Cases, and the nanoseconds of what they are:\n".to_owned();
+    for case in &manager::CASES {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "  {:width$}  per {}: {}", case.name, case.unit, case.what);
+    }
+    text
+}
+
+fn run_manager(args: &BenchArgs, manager: &ManagerArgs) -> Result<(), CliError> {
+    let options = if manager.quick { manager::Options::quick() } else { manager::Options::full() };
     let options = manager::Options { filter: args.filter.clone(), ..options };
-    let watched = io::stderr().is_terminal();
-    let results = manager::run(&options, &mut |note| {
-        // What is left out is said to everybody, progress only to whoever watches.
-        if watched || matches!(note, manager::Note::LeftOut { .. }) {
-            let _ = writeln!(io::stderr(), "{note}");
-        }
-    })?;
+    let bar = io::stderr().is_terminal().then(|| ProgressBar::new(1));
+    let results = manager::run(&options, &mut |note| show(note, bar.as_ref()));
+    if let Some(bar) = &bar {
+        bar.finish_and_clear();
+    }
+    let results = results?;
     if args.json {
-        return print_json(&results);
+        return print_json(&results, Some(manager.quick));
     }
     let header = ["case", "ns", "per", "allocations"];
     let mut table = table(&header, 1..2);
@@ -116,14 +136,52 @@ fn run_manager(args: &ManagerArgs) -> Result<(), CliError> {
     print(&text_of(&table))
 }
 
-fn print_json<T: Serialize>(results: &[T]) -> Result<(), CliError> {
-    let text = serde_json::to_string_pretty(&Results { results });
+/// Shows how far a run of the manager is, to whoever watches. What is left out is said to
+/// everybody.
+fn show(note: &manager::Note, bar: Option<&ProgressBar>) {
+    let style = |bar: &ProgressBar, template: &str| {
+        // The templates are ours; a bar in the default style would still be a bar.
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            bar.set_style(style.progress_chars("=> "));
+        }
+    };
+    match (note, bar) {
+        (manager::Note::LeftOut { .. }, None) => {
+            let _ = writeln!(io::stderr(), "{note}");
+        }
+        (manager::Note::LeftOut { .. }, Some(bar)) => bar.println(note.to_string()),
+        (_, None) => {}
+        (manager::Note::Opening(name), Some(bar)) => {
+            style(bar, "filling the pool of {msg} [{bar:30}] {human_pos} of {human_len} blocks");
+            bar.reset();
+            bar.set_message(*name);
+        }
+        (manager::Note::Filling { done, of, .. }, Some(bar)) => {
+            bar.set_length((*of).into());
+            bar.set_position((*done).into());
+        }
+        (manager::Note::Round { round, of }, Some(bar)) => {
+            style(bar, "measuring [{bar:30}] round {human_pos} of {human_len}");
+            bar.set_length((*of).into());
+            bar.set_position((*round).into());
+        }
+    }
+}
+
+fn print_json<T: Serialize>(results: &[T], quick: Option<bool>) -> Result<(), CliError> {
+    let version = env!("CARGO_PKG_VERSION");
+    let document = Document { version, cpu: bench::cpu_name(), quick, results };
+    let text = serde_json::to_string_pretty(&document);
     print(&format!("{}\n", text.map_err(io::Error::other)?))
 }
 
-fn run_kernels(args: &KernelArgs, operation: Operation) -> Result<(), CliError> {
+fn run_kernels(
+    args: &BenchArgs,
+    kernels: &KernelArgs,
+    operation: Operation,
+) -> Result<(), CliError> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut threads = args.threads.clone();
+    let mut threads = kernels.threads.clone();
     if threads.is_empty() {
         threads = vec![1, u32::try_from(cores).unwrap_or(1)];
         threads.dedup();
@@ -131,12 +189,12 @@ fn run_kernels(args: &KernelArgs, operation: Operation) -> Result<(), CliError> 
     let options = Options {
         operation,
         filter: args.filter.clone(),
-        formats: args.formats.clone(),
-        modes: args.modes.clone(),
-        kernel: args.kernel,
+        formats: kernels.formats.clone(),
+        modes: kernels.modes.clone(),
+        kernel: kernels.kernel,
         threads,
-        seconds: args.seconds,
-        footprint_bytes: args.footprint << 20,
+        seconds: kernels.seconds,
+        footprint_bytes: kernels.footprint << 20,
     };
     let watched = io::stderr().is_terminal();
     let results = bench::run(&options, &mut |measured| {
@@ -146,7 +204,7 @@ fn run_kernels(args: &KernelArgs, operation: Operation) -> Result<(), CliError> 
         }
     })?;
     if args.json {
-        return print_json(&results);
+        return print_json(&results, None);
     }
     print(&text_of(&as_table(&results)))
 }
@@ -182,12 +240,11 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
     table
 }
 
-fn operation(text: &str) -> Result<Operation, String> {
-    match text {
-        "decode" => Ok(Operation::Decode),
-        "append" => Ok(Operation::Append),
-        "prefill" => Ok(Operation::Prefill),
-        _ => Err("expected decode, append or prefill, or the command manager".to_owned()),
+/// Reads a time that ends.
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds.is_finite() && seconds > 0.0 => Ok(seconds),
+        _ => Err("expected a finite number of seconds above 0, such as 0.5".to_owned()),
     }
 }
 

@@ -23,9 +23,9 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::manager::ManagerError;
+use crate::bench::{BenchError, manager::ManagerError};
 use crate::config::{self, Source};
-use crate::error::{ConfigError, JobError, OpenError, PlanError};
+use crate::error::{ConfigError, JobError, PlanError};
 
 /// A static pooled KV cache: plan it, run a job through it.
 #[derive(Debug, Parser)]
@@ -99,9 +99,9 @@ enum CliError {
     #[error(transparent)]
     Job(#[from] JobError),
     #[error(transparent)]
-    Open(#[from] OpenError),
-    #[error(transparent)]
     Manager(#[from] ManagerError),
+    #[error(transparent)]
+    Bench(#[from] BenchError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
     /// The job ran, and this is not as it must be. A line each.
@@ -118,6 +118,7 @@ impl CliError {
                 | Self::Plan(_)
                 | Self::Job(JobError::Config(_) | JobError::NoWorkload { .. })
                 | Self::Manager(ManagerError::NoSuchCase { .. })
+                | Self::Bench(BenchError::NoSuchShape { .. })
         )
     }
 }

@@ -28,17 +28,19 @@ pub(super) struct Decode {
 }
 
 impl Decode {
-    pub(super) fn open(num_seqs: u32, pool: u32) -> Result<Self, ManagerError> {
+    pub(super) fn open(
+        num_seqs: u32,
+        pool: u32,
+        filled: &mut dyn FnMut(u32, u32),
+    ) -> Result<Self, ManagerError> {
         let steps = (TURN_TOKENS / num_seqs).clamp(TOKENS_PER_BLOCK, 1024);
         let max_len = Self::max_len(steps);
         // An eighth more than the sequences may come to hold, so that there are cached blocks to
         // evict.
         let held = num_seqs * max_len.div_ceil(TOKENS_PER_BLOCK);
-        let fixture = Fixture::full(Sizes {
-            blocks: pool.max(held + held / 8),
-            max_seqs: num_seqs,
-            max_seq_len: max_len,
-        })?;
+        let blocks = pool.max(held + held / 8);
+        let sizes = Sizes { blocks, max_seqs: num_seqs, max_seq_len: max_len };
+        let fixture = Fixture::full(sizes, filled)?;
         Ok(Self {
             fixture,
             num_seqs,

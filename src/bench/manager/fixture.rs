@@ -111,14 +111,18 @@ impl Fixture {
     }
 
     /// A cache in which every block is cached, and the oldest come in no order.
-    pub(super) fn full(sizes: Sizes) -> Result<Self, ManagerError> {
+    /// `filled` hears how many blocks are, and of how many.
+    pub(super) fn full(
+        sizes: Sizes,
+        filled: &mut dyn FnMut(u32, u32),
+    ) -> Result<Self, ManagerError> {
         let mut fixture = Self::open(sizes)?;
-        fixture.fill()?;
+        fixture.fill(filled)?;
         Ok(fixture)
     }
 
     /// Stores prompts of one block each until no block is free, and releases them out of order.
-    fn fill(&mut self) -> Result<(), ManagerError> {
+    fn fill(&mut self, filled: &mut dyn FnMut(u32, u32)) -> Result<(), ManagerError> {
         let slots = self.cache.plan().seq_slots.min(FILL_SEQS) as usize;
         let at_once = slots.min((STEP_TOKENS / TOKENS_PER_BLOCK) as usize);
         let mut alive: Vec<SeqHandle> = Vec::new();
@@ -131,6 +135,9 @@ impl Fixture {
                 batch.push((sequence, TOKENS_PER_BLOCK));
             }
             self.step(&batch)?;
+            let counts = self.counts();
+            let total = counts.free + counts.active + counts.cached;
+            filled(total - counts.free, total);
             alive.extend(batch.iter().map(|(sequence, _)| *sequence));
             if alive.len() + at_once > slots || self.counts().free == 0 {
                 while !alive.is_empty() {
@@ -202,7 +209,11 @@ mod tests {
     #[test]
     fn a_full_pool_is_full_of_cached_blocks() {
         let sizes = Sizes { blocks: 3000, max_seqs: 1, max_seq_len: 4096 };
-        let fixture = Fixture::full(sizes).expect("opens");
+        let mut heard = Vec::new();
+        let mut filled = |done, of| heard.push((done, of));
+        let fixture = Fixture::full(sizes, &mut filled).expect("opens");
+        assert!(heard.len() > 5 && heard.is_sorted(), "{heard:?}");
+        assert_eq!(heard.last(), Some(&(3000, 3000)));
         let counts = fixture.counts();
         assert_eq!((counts.free, counts.active, counts.cached), (0, 0, 3000));
         assert_eq!(fixture.stats().evictions, 0);

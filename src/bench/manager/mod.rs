@@ -48,12 +48,14 @@ use serde::Serialize;
 use crate::device::allocation_counts;
 use crate::device::cpu::available_memory;
 use crate::error::{CacheError, OpenError};
-use crate::units::Bytes;
+use crate::units::{Bytes, grouped};
 
 use blocks::AllocFree;
 use decode::Decode;
 use prefix::{Prefix, Verb};
 use publish::Publish;
+
+use super::error::shown;
 
 /// Blocks of a pool where the case says nothing else.
 const POOL_BLOCKS: u32 = 100_000;
@@ -65,6 +67,8 @@ pub struct Case {
     pub name: &'static str,
     /// `block`, `lookup` or `sequence`.
     pub unit: &'static str,
+    /// What is timed, in a line.
+    pub what: &'static str,
     kind: Kind,
 }
 
@@ -82,26 +86,81 @@ enum Kind {
 
 /// All cases, in the order of reports.
 pub const CASES: [Case; 16] = [
-    case("alloc_free_1", "block", Kind::AllocFree(1)),
-    case("alloc_free_256", "block", Kind::AllocFree(256)),
-    case("hit_4096_runs1", "lookup", Kind::Prefix(Verb::Hit, 4096, 1)),
-    case("hit_4096_runs16", "lookup", Kind::Prefix(Verb::Hit, 4096, 16)),
-    case("hit_32768_runs1", "lookup", Kind::Prefix(Verb::Hit, 32768, 1)),
-    case("hit_32768_runs16", "lookup", Kind::Prefix(Verb::Hit, 32768, 16)),
-    case("miss_4096", "lookup", Kind::Prefix(Verb::Miss, 4096, 1)),
-    case("probe_4096", "lookup", Kind::Prefix(Verb::Probe, 4096, 1)),
-    case("publish_evict_1e3", "block", Kind::Publish(1_000)),
-    case("publish_evict_1e5", "block", Kind::Publish(100_000)),
-    case("publish_evict_1e7", "block", Kind::Publish(10_000_000)),
-    case("release_4096", "sequence", Kind::Prefix(Verb::Release, 4096, 1)),
-    case("fork_4096", "sequence", Kind::Prefix(Verb::Fork, 4096, 1)),
-    case("decode_step_1", "sequence", Kind::Decode(1)),
-    case("decode_step_256", "sequence", Kind::Decode(256)),
-    case("decode_step_4096", "sequence", Kind::Decode(4096)),
+    case("alloc_free_1", "block", "one block taken and dropped", Kind::AllocFree(1)),
+    case("alloc_free_256", "block", "256 blocks taken, then dropped", Kind::AllocFree(256)),
+    case(
+        "hit_4096_runs1",
+        "lookup",
+        "begin with 4,096 of 4,097 tokens cached",
+        Kind::Prefix(Verb::Hit, 4096, 1),
+    ),
+    case(
+        "hit_4096_runs16",
+        "lookup",
+        "the same, stored in 16 places",
+        Kind::Prefix(Verb::Hit, 4096, 16),
+    ),
+    case(
+        "hit_32768_runs1",
+        "lookup",
+        "begin with 32,768 of 32,769 tokens cached",
+        Kind::Prefix(Verb::Hit, 32768, 1),
+    ),
+    case(
+        "hit_32768_runs16",
+        "lookup",
+        "the same, stored in 16 places",
+        Kind::Prefix(Verb::Hit, 32768, 16),
+    ),
+    case(
+        "miss_4096",
+        "lookup",
+        "begin with 4,097 tokens of which none is cached",
+        Kind::Prefix(Verb::Miss, 4096, 1),
+    ),
+    case(
+        "probe_4096",
+        "lookup",
+        "how much of 4,097 tokens is cached",
+        Kind::Prefix(Verb::Probe, 4096, 1),
+    ),
+    case(
+        "publish_evict_1e3",
+        "block",
+        "new blocks published, cached ones evicted, in a pool of 1,000",
+        Kind::Publish(1_000),
+    ),
+    case("publish_evict_1e5", "block", "the same in a pool of 100,000", Kind::Publish(100_000)),
+    case(
+        "publish_evict_1e7",
+        "block",
+        "the same in a pool of 10,000,000",
+        Kind::Publish(10_000_000),
+    ),
+    case(
+        "release_4096",
+        "sequence",
+        "release of 4,096 tokens, which become cached",
+        Kind::Prefix(Verb::Release, 4096, 1),
+    ),
+    case(
+        "fork_4096",
+        "sequence",
+        "fork of a sequence of 4,096 tokens",
+        Kind::Prefix(Verb::Fork, 4096, 1),
+    ),
+    case(
+        "decode_step_1",
+        "sequence",
+        "reserve and commit of one token in a batch of 1",
+        Kind::Decode(1),
+    ),
+    case("decode_step_256", "sequence", "the same in a batch of 256", Kind::Decode(256)),
+    case("decode_step_4096", "sequence", "the same in a batch of 4,096", Kind::Decode(4096)),
 ];
 
-const fn case(name: &'static str, unit: &'static str, kind: Kind) -> Case {
-    Case { name, unit, kind }
+const fn case(name: &'static str, unit: &'static str, what: &'static str, kind: Kind) -> Case {
+    Case { name, unit, what, kind }
 }
 
 /// Why a case has no figure.
@@ -124,7 +183,7 @@ pub enum ManagerError {
         got: u64,
     },
     /// No case has such a name.
-    #[error("no case's name contains {filter:?}; the first of them is {}", CASES[0].name)]
+    #[error("no case's name contains {}; there are {}", shown(filter), CASES.map(|case| case.name).join(", "))]
     NoSuchCase {
         /// What was asked for.
         filter: String,
@@ -192,12 +251,23 @@ impl Case {
     /// # Errors
     /// [`ManagerError::TooLarge`] when the machine lacks the memory; anything else is a defect.
     pub fn open(&self, largest_pool: u32) -> Result<Box<dyn Work>, ManagerError> {
+        self.open_watched(largest_pool, &mut |_, _| {})
+    }
+
+    /// The same; `filled` hears how many blocks of the pool are filled, and of how many.
+    fn open_watched(
+        &self,
+        largest_pool: u32,
+        filled: &mut dyn FnMut(u32, u32),
+    ) -> Result<Box<dyn Work>, ManagerError> {
         let pool = POOL_BLOCKS.min(largest_pool);
         Ok(match self.kind {
             Kind::AllocFree(blocks) => Box::new(AllocFree::new(blocks, pool)),
-            Kind::Prefix(verb, tokens, runs) => Box::new(Prefix::open(verb, tokens, runs, pool)?),
-            Kind::Publish(blocks) => Box::new(Publish::open(blocks.min(largest_pool))?),
-            Kind::Decode(seqs) => Box::new(Decode::open(seqs, pool)?),
+            Kind::Prefix(verb, tokens, runs) => {
+                Box::new(Prefix::open(verb, tokens, runs, pool, filled)?)
+            }
+            Kind::Publish(blocks) => Box::new(Publish::open(blocks.min(largest_pool), filled)?),
+            Kind::Decode(seqs) => Box::new(Decode::open(seqs, pool, filled)?),
         })
     }
 }
@@ -249,6 +319,24 @@ pub enum Note {
     /// A case is being made ready; its pool may take seconds to fill.
     #[error("opening {0}")]
     Opening(&'static str),
+    /// So many blocks of its pool are filled.
+    #[error("filling the pool of {name}: {} of {} blocks", grouped((*done).into()), grouped((*of).into()))]
+    Filling {
+        /// The case.
+        name: &'static str,
+        /// Blocks that are filled.
+        done: u32,
+        /// Blocks of the pool.
+        of: u32,
+    },
+    /// A round over all cases begins, counted from 1.
+    #[error("round {round} of {of}")]
+    Round {
+        /// Which.
+        round: u32,
+        /// How many there are.
+        of: u32,
+    },
     /// A case has no figure.
     #[error("{name} is left out: {reason}")]
     LeftOut {
@@ -259,8 +347,8 @@ pub enum Note {
     },
 }
 
-/// Measures the cases that the options ask for. `note` is told which pool is being filled, and
-/// which case is left out and why.
+/// Measures the cases that the options ask for. `note` is told which pool is being filled and how
+/// far that is, which case is left out and why, and which round begins.
 ///
 /// # Errors
 /// A defect; a case that lacks memory is none.
@@ -274,16 +362,20 @@ pub fn run(
     }
     for case in CASES.iter().filter(|case| case.name.contains(&options.filter)) {
         note(&Note::Opening(case.name));
-        match case.open(options.largest_pool) {
+        let name = case.name;
+        let mut filled = |done, of| note(&Note::Filling { name, done, of });
+        match case.open_watched(options.largest_pool, &mut filled) {
             Ok(work) => open.push((case, work, Vec::new(), 0)),
             Err(reason @ ManagerError::TooLarge { .. }) => {
-                note(&Note::LeftOut { name: case.name, reason });
+                note(&Note::LeftOut { name, reason });
             }
             Err(error) => return Err(error),
         }
     }
     let turns = options.turns.max(1);
-    for _ in 0..options.rounds.max(1) {
+    let rounds = options.rounds.max(1);
+    for round in 1..=rounds {
+        note(&Note::Round { round, of: rounds });
         for (_, work, times, allocations) in &mut open {
             for turn in 0..turns {
                 let sample = work.turn()?;

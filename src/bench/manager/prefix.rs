@@ -47,16 +47,18 @@ impl Prefix {
         tokens: u32,
         runs: u32,
         pool: u32,
+        filled: &mut dyn FnMut(u32, u32),
     ) -> Result<Self, ManagerError> {
         let num_prompts = (PROMPT_TOKENS / tokens).min(16);
         // The prefixes, a block more for each live sequence, and the same again for the forks
         // under guaranteed admission.
         let needed = 2 * num_prompts * (tokens / TOKENS_PER_BLOCK + 1);
-        let mut fixture = Fixture::full(Sizes {
+        let sizes = Sizes {
             blocks: pool.max(needed),
             max_seqs: 2 * num_prompts,
             max_seq_len: tokens + TOKENS_PER_BLOCK,
-        })?;
+        };
+        let mut fixture = Fixture::full(sizes, filled)?;
         let prompts: Vec<_> = (0..num_prompts).map(|_| fixture.random.prompt(tokens + 1)).collect();
         if verb != Verb::Miss {
             for run in 1..=runs {

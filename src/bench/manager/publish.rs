@@ -17,9 +17,12 @@ pub(super) struct Publish {
 }
 
 impl Publish {
-    pub(super) fn open(blocks: u32) -> Result<Self, ManagerError> {
+    pub(super) fn open(
+        blocks: u32,
+        filled: &mut dyn FnMut(u32, u32),
+    ) -> Result<Self, ManagerError> {
         let sizes = Sizes { blocks, max_seqs: 1, max_seq_len: STEP_TOKENS };
-        let fixture = Fixture::full(sizes)?;
+        let fixture = Fixture::full(sizes, filled)?;
         Ok(Self { fixture, prompt: vec![0; STEP_TOKENS as usize] })
     }
 
