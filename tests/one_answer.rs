@@ -238,7 +238,7 @@ fn steps_refuse_wrong_calls() {
         ("long v", "v has 17 elements, expected 16"),
         ("attend first", "layer 0 is attended before"),
         ("twice", "layer 0 was already appended"),
-        ("commit early", "1 layers were not appended in this step, the first is 1"),
+        ("commit early", "1 layer was not appended in this step, the first is 1"),
         ("short q", "q has 16 elements, expected 32"),
         ("short out", "out has 31 elements, expected 32"),
         ("short lse", "lse has 3 elements, expected 4"),
