@@ -311,7 +311,12 @@ pub enum CacheError {
         live: u32,
     },
     /// The operation needs an idle cache, and sequences are alive.
-    #[error("{} alive, of them {reserved} reserved; release {} first, reservations with cancel_reservations", are(*live, "sequence"), it_them(*live))]
+    #[error(
+        "{} alive; release {} first{}",
+        are(*live, "sequence"),
+        it_them(*live),
+        if *reserved > 0 { " (cancel_reservations gives reserved places back)" } else { "" }
+    )]
     SequencesAlive {
         /// How many, reservations counted.
         live: u32,
@@ -366,8 +371,14 @@ mod tests {
     fn one_is_no_plural() {
         let group = GroupIdx(0);
         for (one, text) in [
-            (CacheError::SequencesAlive { live: 1 }, "1 sequence is alive; release it first"),
-            (CacheError::SequencesAlive { live: 2 }, "2 sequences are alive; release them first"),
+            (
+                CacheError::SequencesAlive { live: 1, reserved: 0 },
+                "1 sequence is alive; release it first",
+            ),
+            (
+                CacheError::SequencesAlive { live: 2, reserved: 1 },
+                "2 sequences are alive; release them first (cancel_reservations gives reserved places back)",
+            ),
             (CacheError::PinsAlive { live: 1 }, "1 pin is alive; unpin it first"),
             (CacheError::PinsAlive { live: 3 }, "3 pins are alive; unpin them first"),
             (
