@@ -11,7 +11,7 @@
 import ctypes
 import math
 import sys
-from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int, c_int64, c_size_t, c_uint8, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,7 @@ BASE = {
     ),
     "ggml_backend_alloc_ctx_tensors": (c_void_p, c_void_p, c_void_p),
     "ggml_backend_buffer_free": (None, c_void_p),
+    "ggml_backend_buffer_clear": (None, c_void_p, c_uint8),
     "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
 }
 CPU = {
@@ -106,6 +107,8 @@ class Context:
         self.buffer = ggml.backend_alloc_ctx_tensors(self.raw, self.backend)
         if not self.buffer:
             raise MemoryError("ggml could not allocate its tensors")
+        # The first touch of memory is the system's time, not the peer's.
+        ggml.backend_buffer_clear(self.buffer, 0)
 
     def compute(self, graph):
         ggml.backend_graph_compute(self.backend, graph)
@@ -169,7 +172,7 @@ def new_caches(context, kind, shape):
     """K and V of every layer, one dimension each."""
     values = shape.seqs * shape.context * shape.kv_heads * shape.head_dim
     bytes_per_value = ggml.row_size(kind, 1024) / 1024
-    layers = range(layer_count(2 * values, bytes_per_value))
+    layers = range(layer_count(shape, 2 * values, bytes_per_value))
     return [(context.tensor(kind, values), context.tensor(kind, values)) for _ in layers]
 
 
@@ -248,21 +251,17 @@ def append(backend, data, name):
     context = Context(backend)
     new = [context.tensor(F32, row, shape.rows) for _ in range(2)]
     places = context.tensor(I64, shape.rows)
-    layers = layer_count(2 * row * APPEND_TOKENS, ggml.row_size(kind, row) / row)
+    layers = layer_count(shape, 2 * row * APPEND_TOKENS, ggml.row_size(kind, row) / row)
     per_graph = max(1, GRAPH_TOKENS // shape.rows)
-    caches, graphs = [], []
+    graphs = []
     for _ in range(math.ceil(layers / per_graph)):
         targets = [context.tensor(kind, row, APPEND_TOKENS) for _ in range(2 * per_graph)]
         pairs = zip(targets, new * per_graph, strict=True)
         writes = [ggml.set_rows(context.raw, target, source, places) for target, source in pairs]
         graphs.append(context.graph(*writes))
-        caches += targets
     context.allocate()
     store(new[0], F32, data.k)
     store(new[1], F32, data.v)
-    for cache in caches:
-        # The first touch of memory is the system's time, not the peer's.
-        ctypes.memset(ggml.get_data(cache), 0, ggml.nbytes(cache))
 
     def call(graph, rows):
         ctypes.memmove(ggml.get_data(places), rows.ctypes.data, rows.nbytes)

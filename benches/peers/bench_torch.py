@@ -30,7 +30,7 @@ class AttentionCase:
         self.data = data
         shape = self.shape = data.shape
         k, v = head_major(data.k, dtype), head_major(data.v, dtype)
-        layers = layer_count(2 * k.numel(), k.element_size())
+        layers = layer_count(shape, 2 * k.numel(), k.element_size())
         self.k = [k.clone() for _ in range(layers)]
         self.v = [v.clone() for _ in range(layers)]
         self.q = head_major(data.q, dtype)
@@ -96,7 +96,7 @@ def append(data, name, dtype):
     shape = data.shape
     k, v = head_major(data.k, dtype)[0], head_major(data.v, dtype)[0]
     size = (shape.kv_heads, APPEND_TOKENS, shape.head_dim)
-    layers = layer_count(2 * math.prod(size), k.element_size())
+    layers = layer_count(shape, 2 * math.prod(size), k.element_size())
     caches = [
         (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(layers)
     ]

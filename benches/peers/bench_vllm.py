@@ -46,7 +46,7 @@ class PagedCaches:
         self.isa = isa(self.dtype)
         self.num_blocks = tokens // block
         size = (self.num_blocks, shape.kv_heads, 2 * block, shape.head_dim)
-        layers = layer_count(math.prod(size), stored.itemsize)
+        layers = layer_count(shape, math.prod(size), stored.itemsize)
         self.layers = [torch.zeros(size, dtype=stored).chunk(2, dim=2) for _ in range(layers)]
 
     def append(self, layer, k, v, slots):

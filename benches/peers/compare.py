@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures `kvpool bench` and the peers side by side and prints peer time / our time.
 
-All programs stay open while a shape is measured and take turns, so that what else happens on
-the machine meets all of them alike. See README.md.
+The peers stay open while a shape is measured and take turns with ours, so that what else happens
+on the machine meets all of them alike. See README.md.
 """
 
 import argparse
@@ -17,12 +17,20 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from report import contest_lines, rows_of
 from shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
-RUNNERS = ("bench_torch.py", "bench_zentorch.py", "bench_vllm.py", "bench_ggml.py")
+RUNNERS = (
+    *("bench_torch.py", "bench_zentorch.py", "bench_vllm.py"),
+    *("bench_ggml.py", "bench_openvino.py"),
+)
 # After the first round only what can still win is run: within this factor of the fastest.
 KEPT_WITHIN = 1.5
+# What errs by more computes something else, and its time means nothing. fp8 at scale 1 stays below.
+ERROR_MAX = 0.5
+# Huge pages for the peers' caches, as ours has them.
+PEERS_ENV = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Lets the threads of the one before fall asleep.
 PAUSE_SECONDS = 0.2
 
@@ -31,7 +39,6 @@ class Runner:
     """A peer's process, and the conversation with it."""
 
     def __init__(self, script, python, threads):
-        self.name = script.removeprefix("bench_").removesuffix(".py")
         self.errors = tempfile.TemporaryFile("w+")
         command = [python, HERE / script, "--serve", "--threads", str(threads)]
         self.process = subprocess.Popen(
@@ -39,10 +46,11 @@ class Runner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            env=os.environ | PEERS_ENV | {"OMP_NUM_THREADS": str(threads)},
             text=True,
         )
-        self.versions = self.answer()["versions"]
+        hello = self.answer()
+        self.name, self.versions = hello["name"], hello["versions"]
 
     def answer(self):
         line = self.process.stdout.readline()
@@ -125,8 +133,12 @@ def peers_turn(args, contest, kept):
     def ask(runner):
         time.sleep(PAUSE_SECONDS)
         labels = kept and [label for peer, label in kept if peer == runner.name]
-        found = runner.ask(do="time", seconds=args.seconds, labels=labels)
-        results.extend({"peer": runner.name, **one} for one in found)
+        for one in runner.ask(do="time", seconds=args.seconds, labels=labels):
+            error = one["error"]
+            if error is None or error <= ERROR_MAX:
+                results.append({"peer": runner.name, **one})
+            else:
+                note(f"{runner.name} {one['label']} is left out: it errs by {error}")
 
     contest.each(ask)
     return results
@@ -147,87 +159,6 @@ def compare_shape(args, contest, shape):
     return ours, peers
 
 
-def medians(rounds, key):
-    """For each key the entry of its median round, by median time."""
-    groups = {}
-    for one in rounds:
-        groups.setdefault(key(one), []).append(one)
-    middle = {}
-    for name, entries in groups.items():
-        entries.sort(key=lambda one: one["median_us"])
-        middle[name] = entries[(len(entries) - 1) // 2]
-    return middle
-
-
-def fastest_peers(peers):
-    """The fastest variant that took part in all rounds, by bits."""
-    last = max((one["round"] for one in peers), default=0)
-    stayed = {(one["peer"], one["label"]) for one in peers if one["round"] == last}
-    best = {}
-    for name, one in medians(peers, lambda one: (one["peer"], one["label"])).items():
-        bits = one["bits"]
-        if name in stayed and (bits not in best or one["median_us"] < best[bits]["median_us"]):
-            best[bits] = one
-    return best
-
-
-def rows_of(shape, threads, ours, peers):
-    """A row of the table for each of our formats and modes."""
-    best = fastest_peers(peers)
-    rows = []
-    for (mode, form), one in medians(ours, lambda one: (one["mode"], one["format"])).items():
-        row = {
-            "shape": shape.name,
-            "threads": threads,
-            "format": form,
-            "mode": mode,
-            "path": one["path"],
-            "median_us": one["median_us"],
-            "gbps": one["gbps"],
-            "dram_gbps": one["dram_gbps"],
-            "fraction": one["fraction"],
-        }
-        for bits in (16, 8):
-            peer = best.get(bits)
-            row[f"peer_{bits}"] = peer and {
-                "name": f"{peer['peer']} {peer['label']}",
-                "median_us": peer["median_us"],
-                "error": peer["error"],
-                "ratio": peer["median_us"] / one["median_us"],
-            }
-        rows.append(row)
-    return rows
-
-
-COLUMNS = (
-    *("shape", "threads", "ours", "us", "% of DRAM"),
-    *("fastest f16/bf16 peer", "us", "ratio", "fastest 8-bit peer", "us", "ratio"),
-)
-
-
-def print_cells(cells):
-    print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def microseconds(value):
-    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def peer_cells(peer):
-    if peer is None:
-        return ["-", "", ""]
-    return [peer["name"], microseconds(peer["median_us"]), f"{peer['ratio']:.2f}"]
-
-
-def print_row(row):
-    # How near memory's speed: means nothing where arithmetic or a cache is the limit.
-    fraction = f"{100 * row['fraction']:.0f}" if row["shape"].startswith("decode") else ""
-    cells = [row["shape"], str(row["threads"]), f"{row['format']} {row['mode']}"]
-    cells += [microseconds(row["median_us"]), fraction]
-    cells += peer_cells(row["peer_16"]) + peer_cells(row["peer_8"])
-    print_cells(cells)
-
-
 def cpu_model():
     """The name, and the numbers that tell generations apart where the name does not."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -237,7 +168,14 @@ def cpu_model():
 
 def our_version(kvpool):
     done = subprocess.run([kvpool, "--version"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip().removeprefix("kvpool ") or "unknown"
+
+
+def command(args):
+    """What was asked for, without where things lie on this machine."""
+    names = ("filter", "threads", "formats", "modes", "rounds", "seconds")
+    asked = [(name, getattr(args, name)) for name in names]
+    return " ".join(["compare.py", *(f"--{name} {value}" for name, value in asked if value)])
 
 
 def machine(args):
@@ -248,9 +186,7 @@ def machine(args):
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "load_average": os.getloadavg()[0],
-        "command": " ".join(sys.argv),
-        "rounds": args.rounds,
-        "seconds": args.seconds,
+        "command": command(args),
         "versions": {"kvpool": our_version(args.kvpool), "python": platform.python_version()},
     }
 
@@ -270,7 +206,7 @@ def arguments():
     parser.add_argument("--filter", default="", help="part of the shapes' names")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--formats", default="f16,bf16,int8", help="ours")
-    parser.add_argument("--modes", default="paged", help="ours")
+    parser.add_argument("--modes", default="contiguous,paged", help="ours")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="for a variant in a round")
     parser.add_argument("--quick", action="store_true", help="one round of 0.05 seconds")
@@ -283,30 +219,28 @@ def arguments():
 
 def main():
     args = arguments()
-    report = machine(args)
-    rows, ours, peers = [], [], []
-    print_cells(COLUMNS)
-    print_cells(["---"] * len(COLUMNS))
+    report = machine(args) | {"dram_gbps": {}, "table": [], "kvpool": [], "peers": []}
+    print("\n".join(contest_lines([])), flush=True)
     for threads in map(int, args.threads.split(",")):
         contest = Contest(str(args.venv / "bin" / "python"), threads)
         report["versions"] |= contest.versions()
         for shape in SHAPES:
             if args.filter not in shape.name:
                 continue
-            of_us, of_peers = compare_shape(args, contest, shape)
+            ours, peers = compare_shape(args, contest, shape)
             place = {"shape": shape.name, "threads": threads}
-            ours += of_us
-            peers += [place | one for one in of_peers]
-            for row in rows_of(shape, threads, of_us, of_peers):
-                print_row(row)
-                rows.append(row)
+            report["kvpool"] += ours
+            report["peers"] += [place | one for one in peers]
+            report["dram_gbps"] = dram_speed(report["kvpool"])
+            rows = rows_of(place, ours, peers)
+            report["table"] += rows
+            print("\n".join(contest_lines(rows)[2:]), flush=True)
+            if args.out:
+                # After each shape: what was measured is not lost when the rest fails.
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
         contest.end()
-    report["dram_gbps"] = dram_speed(ours)
-    report |= {"table": rows, "kvpool": ours, "peers": peers}
     read = ", ".join(f"{t} threads {gbps:.1f} GB/s" for t, gbps in report["dram_gbps"].items())
     print(f"\n{report['date']}, {report['cpu']}, DRAM read at {read}\n{report['versions']}")
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ import numpy as np
 
 from shapes import SHAPES
 
-# Caches of all layers together, for each variant: far more than any L3.
-FOOTPRINT = 512_000_000
+# Caches of all layers together, for each variant: far more than any L3. Prefill computes on each
+# byte for long, so what the caches hold hardly matters, and its layers have large outputs.
+FOOTPRINT = {"decode": 512_000_000, "append": 512_000_000, "prefill": 64_000_000}
 # Tokens that each layer's cache holds when appending is measured.
 APPEND_TOKENS = 4096
 CALLS_MIN = 3
@@ -39,15 +40,15 @@ class Variant:
 
     label: str
     format: str
-    bits: int  # 16 or 8: which formats it is compared with
+    bits: int  # 16 or 8: which column it competes in; more than 16 bits compete with 16
     calls: list[Callable[[], object]]  # visited in turn
     layers_per_call: int = 1
     error: float | None = None  # largest error / largest value, against the values before storage
 
 
-def layer_count(values, bytes_per_value):
+def layer_count(shape, values, bytes_per_value):
     """Layers whose K and V, `values` numbers in all for each, fill the footprint; at least 2."""
-    return max(2, math.ceil(FOOTPRINT / (values * bytes_per_value)))
+    return max(2, math.ceil(FOOTPRINT[shape.operation] / (values * bytes_per_value)))
 
 
 class Data:
@@ -128,7 +129,7 @@ def serve(peer, requests, answers):
     def answer(value):
         print(json.dumps(value), file=answers, flush=True)
 
-    answer({"versions": peer.versions()})
+    answer({"name": peer.name, "versions": peer.versions()})
     shapes = {shape.name: shape for shape in SHAPES}
     variants = []
     for line in requests:

@@ -41,6 +41,10 @@ zentorch() {
         zentorch==2.13.0.1 deprecated wrapt && answers bench_zentorch.py
 }
 
+openvino() {
+    install openvino==2026.4.1 && answers bench_openvino.py
+}
+
 # The source package of llama-cpp-python holds llama.cpp, of which only ggml is built.
 llama_cpp() {
     local work source
@@ -66,7 +70,7 @@ attempt() {
 }
 
 base
-for peer in torch vllm zentorch llama_cpp; do
+for peer in torch vllm zentorch openvino llama_cpp; do
     attempt "$peer"
 done
 echo "== installed in $venv: ${installed[*]:-nothing}"

@@ -29,6 +29,16 @@ class Shape:
         return f"{self.operation}/{heads}/{tokens[self.operation]}"
 
     @property
+    def title(self):
+        """The name for people."""
+        heads = f"{self.q_heads}/{self.kv_heads} heads"
+        return {
+            "decode": f"decode, {heads}, {self.seqs} × {self.context:,}",
+            "append": f"append, {self.kv_heads} heads, {self.rows} tokens",
+            "prefill": f"prefill, {heads}, {self.rows} after {self.cached:,}",
+        }[self.operation]
+
+    @property
     def context(self):
         """Keys that the last new token sees."""
         return self.cached + self.rows
