@@ -115,14 +115,17 @@ def run_ours(args, shape, threads):
 
 
 def in_the_race(rounds):
-    """The peers' variants that one round left within reach of the fastest of as many bits."""
+    """The peers' variants that one round left within reach of the fastest of as many bits.
+
+    By the fastest call, which a neighbour's work disturbs least.
+    """
     fastest = {}
     for one in rounds:
-        fastest[one["bits"]] = min(fastest.get(one["bits"], one["median_us"]), one["median_us"])
+        fastest[one["bits"]] = min(fastest.get(one["bits"], one["min_us"]), one["min_us"])
     return [
         (one["peer"], one["label"])
         for one in rounds
-        if one["median_us"] <= KEPT_WITHIN * fastest[one["bits"]]
+        if one["min_us"] <= KEPT_WITHIN * fastest[one["bits"]]
     ]
 
 
