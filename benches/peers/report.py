@@ -35,12 +35,14 @@ def by(rounds, key):
 
 
 def fastest_peers(peers):
-    """The fastest variant that took part in all rounds, by bits."""
-    last = max((one["round"] for one in peers), default=0)
-    stayed = {(one["peer"], one["label"]) for one in peers if one["round"] == last}
-    middle = medians(peers, lambda one: (one["peer"], one["label"]))
-    middle = [one for name, one in middle.items() if name in stayed]
-    return {bits: group[0] for bits, group in by(middle, lambda one: one["bits"]).items()}
+    """By bits, the fastest of the variants that took part in the last round."""
+    best = {}
+    for bits, group in by(peers, lambda one: one["bits"]).items():
+        last = max(one["round"] for one in group)
+        stayed = {(one["peer"], one["label"]) for one in group if one["round"] == last}
+        middle = medians(group, lambda one: (one["peer"], one["label"]))
+        best[bits] = min((middle[name] for name in stayed), key=lambda one: one["median_us"])
+    return best
 
 
 def rows_of(place, ours, peers):
