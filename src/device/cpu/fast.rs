@@ -27,7 +27,13 @@ pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
     // One KV head alone is a single run, or one of many rows, which compute for longer than they
     // read. Few registers leave no room for a piece's place.
     if I::WIDE && work.task.kv_heads > 1 {
-        split_at_pace::<I, E, true>(isa, work);
+        // One byte an element is computed on for longer than it is read; the order in which it
+        // lies gains nothing there, and costs.
+        if E::BYTES > 1 {
+            split_in_runs::<I, E>(isa, work);
+        } else {
+            split_at_pace::<I, E, true>(isa, work);
+        }
     } else {
         split_at_pace::<I, E, false>(isa, work);
     }
@@ -51,11 +57,52 @@ fn split_at_pace<I: Isa, E: Element, const SPREAD: bool>(isa: I, work: &mut Spli
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
         let q = &q[kv_head * per_head..];
-        all_scores::<I, E>(isa, tile, &mut steps.values_ahead::<SPREAD>(), q, lines, scores);
+        let mut ahead = steps.values_ahead::<SPREAD>();
+        all_scores::<I, E>(isa, tile, tile.quads(), &mut ahead, q, lines, scores);
         all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
         let mut ahead = steps.keys_ahead::<I, SPREAD>(isa, passes::<I, E>(tile, task.heads()));
         all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
+    }
+}
+
+/// Computes one split of several KV heads whose vectors lie in blocks, nearly in the order in which
+/// they lie there: all heads' scores of a tile, block by block, and then their values.
+#[inline(always)]
+fn split_in_runs<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
+    let task = work.task;
+    let lines = task.padded_dim / WIDTH;
+    let q = work.q.as_chunks::<WIDTH>().0;
+    let heads = task.heads();
+    let scores = work.scores.as_chunks_mut::<TILE>().0;
+    let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
+        return;
+    };
+    work.parts.clear();
+    let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
+    while steps.next_tile(task) {
+        for run in 0..steps.tile.runs() {
+            let quads = steps.tile.quads_of(run);
+            for kv_head in 0..task.kv_heads as usize {
+                steps.tile.turn_to(kv_head);
+                let mut ahead = steps.tile.ahead_in_runs::<true>(run, kv_head);
+                let q = &q[kv_head * heads * lines..];
+                let scores = &mut scores[kv_head * heads..][..heads];
+                all_scores::<I, E>(isa, &steps.tile, quads, &mut ahead, q, lines, scores);
+            }
+        }
+        let passes = passes::<I, E>(&steps.tile, heads);
+        steps.tile.row_scales(task, k_scales, v_scales);
+        for kv_head in 0..task.kv_heads as usize {
+            steps.tile.turn_to(kv_head);
+            let tile = &steps.tile;
+            let scores = &mut scores[kv_head * heads..][..heads];
+            let mut part = work.parts.of(kv_head);
+            all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
+            let acc = part.acc.as_chunks_mut::<WIDTH>().0;
+            let mut ahead = steps.values_ahead_in_runs(kv_head, passes);
+            all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
+        }
     }
 }
 
@@ -102,18 +149,34 @@ impl<'a> Steps<'a> {
             self.tile.turn_to(self.kv_head);
             return true;
         }
+        self.kv_head = 0;
+        self.next_tile(task)
+    }
+
+    /// Goes to the next tile, and its first KV head; whether there is one.
+    pub(super) fn next_tile(&mut self, task: &Task<'a>) -> bool {
         while self.start < self.end {
             std::mem::swap(&mut self.tile, &mut self.next);
             self.start = self.end.min(self.start.saturating_add(TILE_TOKENS));
             let end = self.ahead.min(self.start.saturating_add(TILE_TOKENS));
             self.next.locate(task, self.start, end);
             if self.tile.seen != [(0, 0); 2] {
-                self.kv_head = 0;
                 self.tile.turn_to(0);
                 return true;
             }
         }
         false
+    }
+
+    /// What to ask for while a KV head's values are added up, in `passes` pieces for each quad,
+    /// where all heads' scores come first: the next head's values, or the next tile's first keys.
+    #[inline(always)]
+    fn values_ahead_in_runs(&self, kv_head: usize, passes: usize) -> Vectors<'a, true> {
+        if kv_head + 1 < self.kv_heads {
+            self.tile.ahead(Kv::V, kv_head + 1, passes)
+        } else {
+            self.next.first_in_runs(passes)
+        }
     }
 
     /// What to ask for while the scores are computed: the step's values.

@@ -9,14 +9,15 @@
 )]
 
 use super::lanes::{Element, Isa, Line, WIDTH};
-use super::tile::{Ahead, QUAD, Tile, TileRow, prefetch};
+use super::tile::{Ahead, Keys, QUAD, Tile, TileRow, prefetch};
 
-/// q·k of all heads with all keys of the tile, in whole quads: what is computed for keys that are
+/// q·k of all heads with some quads of the tile, in two ranges: what is computed for keys that are
 /// not seen means nothing.
 #[inline(always)]
 pub(super) fn all_scores<I: Isa, E: Element>(
     isa: I,
     tile: &Tile<'_>,
+    quads: [Keys; 2],
     ahead: &mut impl Ahead,
     q: &[Line],
     lines: usize,
@@ -28,33 +29,34 @@ pub(super) fn all_scores<I: Isa, E: Element>(
     while heads - g >= 4 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
-            scores_of::<I, E, 4, 4>(isa, tile, ahead.take(), q, lines, scores);
+            scores_of::<I, E, 4, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 4, 1>(isa, tile, ahead.take(), q, lines, scores);
+            scores_of::<I, E, 4, 1>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
         g += 4;
     }
     while heads - g >= 2 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
-            scores_of::<I, E, 2, 4>(isa, tile, ahead.take(), q, lines, scores);
+            scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 2, 2>(isa, tile, ahead.take(), q, lines, scores);
+            scores_of::<I, E, 2, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
         g += 2;
     }
     if heads > g {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
-        scores_of::<I, E, 1, 4>(isa, tile, ahead.take(), q, lines, scores);
+        scores_of::<I, E, 1, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
     }
 }
 
-/// q·k of `G` heads with all keys of the tile, `K` keys at a time: a whole quad where pieces are
+/// q·k of `G` heads with some quads of the tile, `K` keys at a time: a whole quad where pieces are
 /// handed out.
 #[inline(always)]
 fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
     isa: I,
     tile: &Tile<'_>,
+    quads: [Keys; 2],
     mut ahead: Option<&mut impl Ahead>,
     q: &[Line],
     lines: usize,
@@ -65,7 +67,7 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
         heads[g] = &q[g * lines..][..lines];
     }
     let scores = &mut scores[..G];
-    for (from, to) in tile.quads() {
+    for (from, to) in quads {
         for quad in from..to {
             let key = quad * QUAD;
             let mut piece = None;

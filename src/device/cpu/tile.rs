@@ -3,7 +3,7 @@
 use super::lanes::{Isa, WIDTH};
 use super::task::Task;
 use crate::config::ScaleKind;
-use crate::plan::{E8M8, Kv, SCALE_BYTES, TILE_TOKENS};
+use crate::plan::{Addressing, E8M8, Kv, SCALE_BYTES, TILE_TOKENS};
 
 /// Keys of a tile, at most.
 pub(super) const TILE: usize = TILE_TOKENS as usize;
@@ -34,6 +34,8 @@ pub(super) struct Tile<'a> {
     pub(super) seen: [Keys; 2],
     /// Bytes of one vector.
     pub(super) row_bytes: usize,
+    /// Quads of a run: of the keys that lie one behind the other wherever the tile is.
+    run_quads: usize,
     /// Whether scales lie in the block.
     scaled: bool,
     /// Bytes from a K vector to its V vector.
@@ -80,12 +82,18 @@ impl<'a> Tile<'a> {
         let to_v = index(row(Kv::V, first) - row(Kv::K, first));
         let head_stride = index(row(Kv::K, first + 1) - row(Kv::K, first));
         let last = (kv_heads - 1) * head_stride;
+        // A block lies in a tile, or a tile in a block.
+        let run_quads = match layout.addressing {
+            Addressing::Blocks => (layout.unit_tokens as usize / QUAD).clamp(1, QUADS),
+            Addressing::Slot | Addressing::Ring => QUADS,
+        };
         assert!(row_bytes <= task.pool.len().saturating_sub(to_v + last), "a vector");
         Self {
             pool: task.pool,
             start: 0,
             seen: [(0, 0); 2],
             row_bytes,
+            run_quads,
             scaled: layout.scales_per_row > 0,
             to_v,
             scale_to_v: index(scale(Kv::V, first) - scale(Kv::K, first)),
@@ -151,6 +159,17 @@ impl<'a> Tile<'a> {
         task.seen_by(row).map(|range| keys(range, self.start, end))
     }
 
+    /// The runs of the tile: its blocks, or all of it.
+    pub(super) fn runs(&self) -> usize {
+        QUADS / self.run_quads
+    }
+
+    /// The part of [`Tile::quads`] that lies in one run.
+    pub(super) fn quads_of(&self, run: usize) -> [Keys; 2] {
+        let (start, end) = (run * self.run_quads, (run + 1) * self.run_quads);
+        self.quads().map(|(from, to)| (from.max(start), to.min(end)))
+    }
+
     /// The quads in which there are keys that are seen: two ranges that do not overlap.
     pub(super) fn quads(&self) -> [Keys; 2] {
         let [first, second] = self
@@ -208,17 +227,61 @@ impl<'a> Tile<'a> {
         let mut ahead = Vectors {
             pool: self.pool,
             at: [0; QUADS],
+            quads: if self.seen == [(0, 0); 2] { 0 } else { QUADS },
             next: 0,
             shift,
             bytes: (QUAD * self.row_bytes) >> shift,
             even: passes.is_power_of_two(),
         };
-        if self.seen == [(0, 0); 2] {
-            ahead.next = QUADS << shift;
-        }
         let offset = kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 };
         for (quad, at) in ahead.at.iter_mut().enumerate() {
             *at = self.at[quad * QUAD] + offset;
+        }
+        ahead
+    }
+
+    /// What is read one KV head's K vectors later than those of a run and a KV head, where all KV
+    /// heads' scores come before their values: more K vectors, or the first KV head's V vectors.
+    #[inline(always)]
+    pub(super) fn ahead_in_runs<const SPREAD: bool>(
+        &self,
+        run: usize,
+        kv_head: usize,
+    ) -> Vectors<'a, SPREAD> {
+        let runs = self.runs();
+        // One step is a run of one head; the steps of all heads of a run follow each other.
+        let (mut run, mut kv_head, mut offset) = (run, kv_head + runs, 0);
+        while kv_head >= self.kv_heads {
+            (run, kv_head) = (run + 1, kv_head - self.kv_heads);
+        }
+        if run >= runs {
+            // Steps beyond the last one are those of the first head's V vectors.
+            (run, kv_head, offset) = ((run - runs) * self.kv_heads + kv_head, 0, self.to_v);
+        }
+        let mut ahead = self.ahead(Kv::K, kv_head, 1);
+        ahead.quads = ahead.quads.min(self.run_quads);
+        let first = self.at.get(run * self.run_quads * QUAD).copied().unwrap_or(0);
+        let first = first + kv_head * self.head_stride + offset;
+        for (quad, at) in ahead.at.iter_mut().enumerate() {
+            *at = first + quad * QUAD * self.row_bytes;
+        }
+        ahead
+    }
+
+    /// The first K vectors that are read where all KV heads' scores come before their values, as
+    /// many as one KV head has, to be asked for in `passes` pieces for each quad.
+    pub(super) fn first_in_runs<const SPREAD: bool>(&self, passes: usize) -> Vectors<'a, SPREAD> {
+        let mut ahead = self.ahead(Kv::K, 0, passes);
+        let (mut run, mut kv_head) = (0, 0);
+        for quads in ahead.at.chunks_mut(self.run_quads) {
+            let first = self.at[run * self.run_quads * QUAD] + kv_head * self.head_stride;
+            for (quad, at) in quads.iter_mut().enumerate() {
+                *at = first + quad * QUAD * self.row_bytes;
+            }
+            kv_head += 1;
+            if kv_head == self.kv_heads {
+                (run, kv_head) = (run + 1, 0);
+            }
         }
         ahead
     }
@@ -312,7 +375,7 @@ pub(super) trait Ahead {
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8>;
 }
 
-/// The vectors of a KV head, as an [`Ahead`]. A piece is asked for all at once, which is best
+/// Vectors of KV heads, as an [`Ahead`]. A piece is asked for all at once, which is best
 /// where one run follows the other; or, if `SPREAD`, line by line, which is best for blocks here
 /// and there, where each request takes longer and a burst of them would have to wait. (A type of
 /// its own, since a question in the innermost loops costs some per cent.)
@@ -322,6 +385,8 @@ pub(super) struct Vectors<'a, const SPREAD: bool> {
     /// Byte offsets of the quads. No block ends inside a quad; where a ring does, or a key is not
     /// seen, the wrong bytes are asked for, which is harmless.
     at: [usize; QUADS],
+    /// How many of them there are to ask for.
+    quads: usize,
     /// The next piece's number.
     next: usize,
     /// A quad is `1 << shift` pieces.
@@ -336,7 +401,7 @@ impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
     #[inline(always)]
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
         let quad = self.next >> self.shift;
-        if quad >= QUADS {
+        if quad >= self.quads.min(QUADS) {
             return None;
         }
         let first = self.at[quad] + (self.next & ((1 << self.shift) - 1)) * self.bytes;
