@@ -6,6 +6,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
     reason = "an example, of few tokens, that shows what it does"
 )]
 

@@ -75,7 +75,9 @@ impl Cache {
     }
 
     /// Keeps a place for a sequence, if `begin` would succeed now: nobody can take it before
-    /// [`Cache::begin_reserved`].
+    /// [`Cache::begin_reserved`]. Under static-batch it is a place in the batch that is being made
+    /// up, which it keeps when that runs. Under max-utilization it is the first to go when
+    /// [`Cache::preempt_youngest`] is called.
     ///
     /// # Errors
     /// As [`Cache::begin`].

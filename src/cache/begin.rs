@@ -77,7 +77,12 @@ impl Cache {
     /// ones, and a step may find too few. Either way a sequence that could not finish in an empty
     /// pool is refused, so give `max_len` where it is known.
     ///
-    /// What the cache has of the prompt is the sequence's from here on, without computing.
+    /// What the cache has of the prompt is the sequence's from here on, without computing: its whole
+    /// blocks, and of the block behind them the tokens that match, if there is room to copy them.
+    /// (For these the 32 newest continuations are compared, so behind a prompt that goes on in
+    /// very many ways a match in part may be missed; one of a whole block never is.)
+    ///
+    /// What is cached keeps the highest priority that anyone asked for it.
     ///
     /// # Errors
     /// - never: [`CacheError::SequenceTooLong`], [`CacheError::NeverFits`],
@@ -113,8 +118,8 @@ impl Cache {
     }
 
     /// Begins several sequences, all or none. What each of them finds in the cache is claimed
-    /// before anything is evicted for any of them. `out` gets one entry for each, in order; it
-    /// must have room for them.
+    /// before anything is evicted for any of them. They do not share with each other what none of
+    /// them has computed yet. `out` gets one entry for each, in order; it must have room for them.
     ///
     /// # Errors
     /// [`BatchRefused`] names the first that was refused, and why, as [`Cache::begin`]; nothing

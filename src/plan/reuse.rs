@@ -82,11 +82,11 @@ impl ReusePlan {
         match self.declined {
             Some(why) => format!("not shared: {why}"),
             None if self.lead.is_none() => {
-                "shared by copying from, or taking over, the slot of a sequence that begins alike"
+                "shared by copying from, or taking over, the slot of a sequence that begins alike; a fork copies its slot"
                     .to_owned()
             }
             None if self.has_donors() => {
-                "blocks shared; contiguous layers copy from the slot of a sequence that begins alike"
+                "blocks shared; contiguous layers copy from the slot of a sequence that begins alike, and a fork copies its slot"
                     .to_owned()
             }
             None => "blocks shared, copied on the first write that differs".to_owned(),
