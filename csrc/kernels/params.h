@@ -149,14 +149,17 @@ typedef struct KvpoolKvGroup {
 } KvpoolKvGroup;
 KVPOOL_STATIC_ASSERT(sizeof(KvpoolKvGroup) == 112, "shared with Rust");
 
-// One sequence's rows in a step (device::BatchSeq).
+// One sequence's rows in a step (device::BatchSeq), seen through one group.
 typedef struct KvpoolSeq {
-    uint32_t slot;            // row of the block table; unit of a contiguous group
+    uint32_t unit;            // SLOT and RING: the sequence's unit
     uint32_t row_start;       // its first row in the step's tensors
     uint32_t rows;
     uint32_t first_position;  // position of its first row
+    uint32_t table_at;        // BLOCKS: the block of position p is tables[table_at + (p >> unit_shift)],
+                              // added in 32 bits, so that a table may begin with a later block
+    uint32_t reserved;        // 0
 } KvpoolSeq;
-KVPOOL_STATIC_ASSERT(sizeof(KvpoolSeq) == 16, "shared with Rust");
+KVPOOL_STATIC_ASSERT(sizeof(KvpoolSeq) == 24, "shared with Rust");
 
 // Attention or combination of some packed rows of one sequence.
 typedef struct KvpoolItem {
@@ -199,13 +202,12 @@ typedef struct KvpoolAttendParams {
     uint64_t out;            // [rows, num_q_heads, head_dim] of out_dtype
     uint64_t lse;            // [rows, num_q_heads] f32, or 0
     uint64_t seqs;           // [num_seqs] KvpoolSeq
-    uint64_t tables;         // [seq_slots, table_row] u32; BLOCKS only
+    uint64_t tables;         // [table entries] u32, see KvpoolSeq::table_at; BLOCKS only
     uint64_t items;          // [num_items] KvpoolItem
     uint64_t num_items_at;   // [1] u32, or 0: num_items counts
     uint64_t partial_acc;    // [num_kv_heads, max_partials, head_dim] f32
     uint64_t partial_ml;     // [num_kv_heads, max_partials, 2] f32: largest score (in log2), sum
     uint32_t num_items;
-    uint32_t table_row;      // entries of one row of `tables`
     uint32_t max_partials;   // places of the workspace: packed rows times splits
     uint32_t layer;          // in the group
     uint32_t window;         // keys a query may see, itself included; 0 = all
@@ -215,7 +217,7 @@ typedef struct KvpoolAttendParams {
     float softmax_scale;     // factor on q·k
     float k_scale;           // static scales, for PER_TENSOR
     float v_scale;
-    uint32_t reserved;       // 0
+    uint32_t reserved[2];    // 0
 } KvpoolAttendParams;
 KVPOOL_STATIC_ASSERT(sizeof(KvpoolAttendParams) == 240, "shared with Rust");
 
@@ -262,8 +264,8 @@ typedef struct KvpoolGatherParams {
     KvpoolKvGroup group;
     uint64_t pool;    // [pool bytes]
     uint64_t out;     // [num_tokens, num_kv_heads, head_dim] f32
-    uint64_t table;   // the sequence's row of the block table [table_row] u32; BLOCKS only
-    uint32_t slot;    // the unit of a contiguous group
+    uint64_t table;   // [table entries] u32: the block of position p is table[p >> unit_shift]; BLOCKS only
+    uint32_t unit;    // SLOT and RING: the sequence's unit
     uint32_t first_position;
     uint32_t num_tokens;
     uint32_t layer;   // in the group
