@@ -13,10 +13,10 @@
 // |----------------------------------|--------------------------|--------------------------|-------|----------------------|
 // | kvpool_append_<src>_<fmt>        | KvpoolAppendParams       | x: any, enough warps for tokens * 2 * heads | 256 | 0 |
 // | kvpool_attend_<fmt>_w<W>         | KvpoolAttendParams       | x: any, y: num_kv_heads  | 128   | KVPOOL_WIDE_SHARED(head_dim, W) |
-// | kvpool_attend_<fmt>_t<D>x<M>     | KvpoolAttendParams       | x: any, y: num_kv_heads  | 128   | KVPOOL_TENSOR_SHARED(elem bytes, D, M) |
+// | kvpool_attend_<fmt>_t<D>x<M>     | KvpoolAttendParams       | x: any, y: num_kv_heads  | 128   | KVPOOL_TENSOR_SHARED(element bytes, is i8g, D, M) |
 // | kvpool_combine                   | KvpoolCombineParams      | x: any, y: num_kv_heads  | 128   | 0 |
 // | kvpool_copy_pairs                | KvpoolCopyParams         | x: any, y: pairs at most 65535 | 256 | 0 |
-// | kvpool_gather_<fmt>              | KvpoolGatherParams       | x: any, enough warps for tokens * heads | 256 | 0 |
+// | kvpool_gather_<fmt> (f32, f16, bf16, i8) | KvpoolGatherParams       | x: any, enough warps for tokens * heads | 256 | 0 |
 // | kvpool_fill                      | KvpoolFillParams         | x: any, y: ranges at most 65535 | 256 | 0 |
 //
 // "any": the kernels go through their work in strides of the grid, so that a grid may be chosen
@@ -36,7 +36,7 @@
 //       x<M>: items of at most 16 * M packed rows; M = 1 or, for D of 64 and 128, 2.
 //       x1 and x2 give the same bits: choose by the batch.
 //   plain, `w<W>`: everything else; W = the smallest of 128, 256, 1024 not below head_dim;
-//       items of at most KVPOOL_WIDE_ROWS(W) packed rows: 16, 8, 2.
+//       items of at most KVPOOL_WIDE_ROWS(W) packed rows: 8, 8, 2.
 //
 // Items of attention
 // ------------------
@@ -108,7 +108,7 @@ enum {
 #define KVPOOL_SCALE_GROUP 32u
 
 // Packed rows of an item of the plain kernel of width W.
-#define KVPOOL_WIDE_ROWS(W) (2048u / (W) > 16u ? 16u : 2048u / (W))
+#define KVPOOL_WIDE_ROWS(W) ((W) > 256u ? 2u : 8u)
 // Dynamic shared bytes of the plain kernel: queries, the split's result and the total,
 // [3][rows][head_dim] f32, then [6][rows] f32, then the split's units [SPLIT_TOKENS] u32.
 #define KVPOOL_WIDE_SHARED(head_dim, W) \
@@ -116,12 +116,13 @@ enum {
 
 // Keys of a tile of the tensor-core kernel of width D.
 #define KVPOOL_TENSOR_TILE(D) ((D) > 128u ? 32u : 64u)
-// Dynamic shared bytes of the tensor-core kernel: two stages of K and V tiles, queries in two
-// parts, weights in two parts, scales, maxima and sums, the split's units.
-#define KVPOOL_TENSOR_SHARED(element_bytes, D, M) \
-    (4u * KVPOOL_TENSOR_TILE(D) * (D) * (element_bytes) + 2u * 16u * (M) * (D) * 2u + \
-     2u * 16u * (M) * KVPOOL_TENSOR_TILE(D) * 2u + 2u * KVPOOL_TENSOR_TILE(D) * ((D) / 32u) * 4u + \
-     16u * (M) * 4u * 4u + KVPOOL_SPLIT_TOKENS * 4u)
+// Dynamic shared bytes of the tensor-core kernel: two stages of K and V tiles; queries in two halves; weights;
+// scales (INT8: one of a vector, or one for every 32 elements); maxima, sums and factors; the split's units.
+#define KVPOOL_TENSOR_SHARED(element_bytes, groups, D, M)                                        \
+    (4u * KVPOOL_TENSOR_TILE(D) * (D) * (element_bytes) + 2u * 16u * (M) * (D) * 2u +            \
+     16u * (M) * (KVPOOL_TENSOR_TILE(D) + 8u) * 4u +                                             \
+     4u * ((groups) ? (D) / 32u : 1u) * KVPOOL_TENSOR_TILE(D) * 4u + 9u * 16u * (M) * 4u +       \
+     KVPOOL_SPLIT_TOKENS * 4u)
 
 // One layer group's layout (plan::GroupLayout).
 typedef struct KvpoolKvGroup {
@@ -188,7 +189,7 @@ typedef struct KvpoolAppendParams {
     uint32_t num_tokens;
     uint32_t layer;          // in the group
     uint32_t rope;           // KVPOOL_ROPE_*: K is rotated before it is stored
-    uint32_t rope_dims;      // even, at most head_dim
+    uint32_t rope_dims;      // at most head_dim; a multiple of 8, for HALVES of 16
     float k_scale;           // static scales, for PER_TENSOR
     float v_scale;
 } KvpoolAppendParams;

@@ -1,0 +1,8 @@
+// Attention without tensor cores, i8.
+#include "../kernels/attend_plain.cuh"
+
+using namespace kvpool;
+
+KV_KERNEL(kvpool_attend_i8_w128, KvpoolAttendParams, 128) { PlainAttend<Int8, 128>(p).run(); }
+KV_KERNEL(kvpool_attend_i8_w256, KvpoolAttendParams, 128) { PlainAttend<Int8, 256>(p).run(); }
+KV_KERNEL(kvpool_attend_i8_w1024, KvpoolAttendParams, 128) { PlainAttend<Int8, 1024>(p).run(); }

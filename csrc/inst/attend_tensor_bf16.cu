@@ -1,0 +1,10 @@
+// Attention on tensor cores, bf16.
+#include "../kernels/attend_tensor.cuh"
+
+using namespace kvpool;
+
+KV_KERNEL(kvpool_attend_bf16_t64x1, KvpoolAttendParams, 128) { TensorAttend<Bf16, 64, 1>(p).run(); }
+KV_KERNEL(kvpool_attend_bf16_t64x2, KvpoolAttendParams, 128) { TensorAttend<Bf16, 64, 2>(p).run(); }
+KV_KERNEL(kvpool_attend_bf16_t128x1, KvpoolAttendParams, 128) { TensorAttend<Bf16, 128, 1>(p).run(); }
+KV_KERNEL(kvpool_attend_bf16_t128x2, KvpoolAttendParams, 128) { TensorAttend<Bf16, 128, 2>(p).run(); }
+KV_KERNEL(kvpool_attend_bf16_t256x1, KvpoolAttendParams, 128) { TensorAttend<Bf16, 256, 1>(p).run(); }

@@ -1,0 +1,10 @@
+// Attention on tensor cores, i8g.
+#include "../kernels/attend_tensor.cuh"
+
+using namespace kvpool;
+
+KV_KERNEL(kvpool_attend_i8g_t64x1, KvpoolAttendParams, 128) { TensorAttend<Int8Groups, 64, 1>(p).run(); }
+KV_KERNEL(kvpool_attend_i8g_t64x2, KvpoolAttendParams, 128) { TensorAttend<Int8Groups, 64, 2>(p).run(); }
+KV_KERNEL(kvpool_attend_i8g_t128x1, KvpoolAttendParams, 128) { TensorAttend<Int8Groups, 128, 1>(p).run(); }
+KV_KERNEL(kvpool_attend_i8g_t128x2, KvpoolAttendParams, 128) { TensorAttend<Int8Groups, 128, 2>(p).run(); }
+KV_KERNEL(kvpool_attend_i8g_t256x1, KvpoolAttendParams, 128) { TensorAttend<Int8Groups, 256, 1>(p).run(); }

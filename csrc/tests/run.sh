@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Builds the kernels for the emulator, and runs the tests of kernels on it. Needs a C++17 compiler only.
+#
+#   csrc/tests/run.sh [FOLDER] [TEST…]     FOLDER for what is built (default target/kernel-tests)
+#
+# CXX and CXXFLAGS are heeded, so that sanitizers can be asked for; JOBS compilers run at once (default 2).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${1:-target/kernel-tests}
+shift || true
+mkdir -p "$out"
+export CXX=${CXX:-g++}
+export FLAGS="-std=c++17 -O2 -g -ffp-contract=off -DKVPOOL_EMULATED -Wall -Wextra -Werror ${CXXFLAGS:-}"
+tests=("$@")
+[ ${#tests[@]} -gt 0 ] || tests=(append_bytes blocks attend_answers attend_same traffic)
+
+# An object is built anew when any header or its own source is newer.
+newest=$(ls -t csrc/kernels/* csrc/emulator/*.[hc]pp csrc/tests/*.hpp | head -n 1)
+build() {
+    [ "$2" -nt "$1" ] && [ "$2" -nt "$3" ] || $CXX $FLAGS -x c++ -c "$1" -o "$2"
+}
+export -f build
+{
+    for source in csrc/inst/*.cu csrc/emulator/engine.cpp; do
+        echo "$source $out/$(basename "$source").o $newest"
+    done
+    for test in "${tests[@]}"; do
+        echo "csrc/tests/$test.cpp $out/$test.o $newest"
+    done
+} | xargs -P "${JOBS:-2}" -L 1 bash -c 'build "$@"' build
+
+for test in "${tests[@]}"; do
+    $CXX $FLAGS "$out/$test.o" "$out"/*.cu.o "$out/engine.cpp.o" -o "$out/$test"
+    echo "== $test"
+    "$out/$test"
+done
