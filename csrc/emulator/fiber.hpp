@@ -1,0 +1,163 @@
+// Fibers: the threads of an emulated block. Each has a stack of its own and gives the processor away
+// only by itself, so that nothing here is concurrent.
+//
+// On x86-64 a switch saves the registers that a function must keep, and changes the stack pointer; elsewhere it
+// is swapcontext. Under AddressSanitizer every switch is announced to it.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVPOOL_EMU_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVPOOL_EMU_ASAN 1
+#endif
+#endif
+#if defined(KVPOOL_EMU_ASAN)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace kvpool::emu {
+
+// Bytes of a fiber's stack; AddressSanitizer makes frames larger.
+#if defined(KVPOOL_EMU_ASAN)
+constexpr size_t STACK_BYTES = 256 << 10;
+#else
+constexpr size_t STACK_BYTES = 64 << 10;
+#endif
+constexpr size_t GUARD_BYTES = 4096;
+
+// One line of execution: a thread of the block, or the scheduler on the caller's own stack.
+struct Fiber {
+#if defined(__x86_64__)
+    void* stack_pointer = nullptr;
+#else
+    ucontext_t context;
+#endif
+    // The lowest address of its stack, which is STACK_BYTES long. For the scheduler: as AddressSanitizer
+    // tells it.
+    const void* stack = nullptr;
+    size_t stack_bytes = 0;
+    void* fake_stack = nullptr;
+};
+
+// The stacks of as many fibers as a block has had so far; kept from launch to launch. Below each lies a page
+// that faults.
+class Stacks {
+public:
+    // The stack of fiber `index`, and those before it.
+    char* at(size_t index) {
+        while (count_ <= index) grow();
+        return stacks_[index];
+    }
+
+private:
+    static constexpr size_t MAX_FIBERS = 1024;
+
+    void grow() {
+        if (count_ == MAX_FIBERS) {
+            fprintf(stderr, "kvpool emulator: a block has at most %zu threads\n", MAX_FIBERS);
+            abort();
+        }
+        void* p = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED || mprotect(p, GUARD_BYTES, PROT_NONE) != 0) {
+            fprintf(stderr, "kvpool emulator: no memory for the stack of a thread\n");
+            abort();
+        }
+        stacks_[count_++] = static_cast<char*>(p) + GUARD_BYTES;
+    }
+
+    char* stacks_[MAX_FIBERS] = {};
+    size_t count_ = 0;
+};
+
+using FiberEntry = void (*)();
+
+#if defined(__x86_64__)
+// Saves the caller's registers on its stack and its stack pointer to *save; goes on where `to` was saved.
+__attribute__((naked, noinline)) inline void switch_stacks(void** /*save*/, void* /*to*/) {
+    asm("pushq %rbp\n\t"
+        "pushq %rbx\n\t"
+        "pushq %r12\n\t"
+        "pushq %r13\n\t"
+        "pushq %r14\n\t"
+        "pushq %r15\n\t"
+        "movq %rsp, (%rdi)\n\t"
+        "movq %rsi, %rsp\n\t"
+        "popq %r15\n\t"
+        "popq %r14\n\t"
+        "popq %r13\n\t"
+        "popq %r12\n\t"
+        "popq %rbx\n\t"
+        "popq %rbp\n\t"
+        "retq");
+}
+#endif
+
+// Makes `fiber` start in `entry`, which never returns, on `stack`. [STACK_BYTES]
+inline void prepare_fiber(Fiber& fiber, char* stack, FiberEntry entry) {
+    fiber.stack = stack;
+    fiber.stack_bytes = STACK_BYTES;
+    fiber.fake_stack = nullptr;
+#if defined(KVPOOL_EMU_ASAN)
+    // A fiber that was given up in the middle has left its frames' red zones behind.
+    __asan_unpoison_memory_region(stack, STACK_BYTES);
+#endif
+#if defined(__x86_64__)
+    // As after a call: the address of `entry` on top of six saved registers; in `entry` the stack pointer is
+    // 8 below a multiple of 16.
+    uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + STACK_BYTES);
+    *--top = 0;
+    *--top = reinterpret_cast<uintptr_t>(entry);
+    for (int i = 0; i < 6; ++i) *--top = 0;
+    fiber.stack_pointer = top;
+#else
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stack;
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, entry, 0);
+#endif
+}
+
+// To be called first in a fiber's entry. `from` came here.
+inline void fiber_started([[maybe_unused]] Fiber* from) {
+#if defined(KVPOOL_EMU_ASAN)
+    const void* stack = nullptr;
+    size_t bytes = 0;
+    __sanitizer_finish_switch_fiber(nullptr, &stack, &bytes);
+    if (from != nullptr && from->stack == nullptr) {
+        from->stack = stack;
+        from->stack_bytes = bytes;
+    }
+#endif
+}
+
+// Goes on in `to`; returns when somebody goes on in `from`. `last`: nobody ever will.
+inline void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool last = false) {
+#if defined(KVPOOL_EMU_ASAN)
+    __sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
+#endif
+#if defined(__x86_64__)
+    switch_stacks(&from.stack_pointer, to.stack_pointer);
+#else
+    swapcontext(&from.context, &to.context);
+#endif
+#if defined(KVPOOL_EMU_ASAN)
+    __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+}  // namespace kvpool::emu
