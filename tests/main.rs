@@ -9,6 +9,7 @@
 )]
 #![allow(clippy::print_stdout, reason = "a skipped part is printed, and measured errors are")]
 
+mod build_script;
 mod cli;
 mod common;
 mod config;
@@ -21,6 +22,7 @@ mod job_reuse;
 mod layout;
 mod manager;
 mod one_answer;
+mod params;
 mod plans;
 mod review;
 mod stateful;

@@ -21,6 +21,7 @@ mod claim;
 mod commit;
 mod cow;
 mod csr;
+mod device_step;
 mod donor;
 mod events;
 mod evict;
@@ -50,9 +51,8 @@ pub use step::{AttendOptions, Step};
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use crate::config::{Admission, DeviceConfig};
-use crate::device::cpu::{CpuDevice, available_memory, num_threads};
-use crate::device::{Device, DeviceInfo};
+use crate::config::{Admission, DeviceConfig, DeviceKind};
+use crate::device::{self, CudaStream, Device, DeviceInfo};
 use crate::error::{CacheError, OpenError, PlanError};
 use crate::plan::{NO_BLOCK, Plan};
 use crate::pool::{MAX_PRIORITY, Pool, Stats};
@@ -97,6 +97,8 @@ pub struct Cache {
     /// Under max-utilization: someone was preempted, and nobody has ended since.
     preempted: bool,
     cache_id: u32,
+    /// Names the step that is open, or was last: never 0.
+    step_name: u64,
 }
 
 impl Cache {
@@ -112,17 +114,22 @@ impl Cache {
         config: &DeviceConfig,
         progress: Option<&mut dyn FnMut(Bytes, Bytes)>,
     ) -> Result<Self, OpenError> {
-        let workspace = plan.cpu_workspace_bytes(num_threads(config)).map_err(PlanError::from)?;
-        match config.memory_limit {
-            Some(limit) => plan.check_memory(workspace, limit, "device.memory_limit")?,
-            None => {
-                if let Some(available) = available_memory() {
-                    plan.check_memory(workspace, available, "what this machine has available")?;
-                }
-            }
-        }
-        let device = CpuDevice::open(&plan, config, progress)?;
-        Self::open(plan, Box::new(device))
+        let config = DeviceConfig { kind: DeviceKind::Cpu, ..config.clone() };
+        Self::open_on_device(plan, &config, progress)
+    }
+
+    /// Opens a cache on the device that a configuration names: as [`Cache::open_on_cpu`] in this
+    /// machine's memory, or in a GPU's.
+    ///
+    /// # Errors
+    /// As [`Cache::open_on_cpu`]; for a GPU also what is missing to use it.
+    pub fn open_on_device(
+        plan: Plan,
+        config: &DeviceConfig,
+        progress: Option<&mut dyn FnMut(Bytes, Bytes)>,
+    ) -> Result<Self, OpenError> {
+        let device = device::open(&plan, config, progress)?;
+        Self::open(plan, device)
     }
 
     /// Opens a cache on a device that was opened with the same plan. All host memory that the
@@ -175,6 +182,7 @@ impl Cache {
             batch_closed: false,
             preempted: false,
             cache_id,
+            step_name: 0,
             plan,
         })
     }
@@ -197,6 +205,27 @@ impl Cache {
     #[must_use]
     pub fn pool_ptr(&self) -> *mut u8 {
         self.pool.device.base_ptr()
+    }
+
+    /// Puts all work of the device from here on into a stream of the caller's, behind what was
+    /// put into the one before. For a GPU.
+    ///
+    /// # Errors
+    /// A device without streams, or what the driver says.
+    pub fn set_stream(&mut self, stream: CudaStream) -> Result<(), CacheError> {
+        Ok(self.pool.device.set_stream(stream)?)
+    }
+
+    /// Waits for all work that was put into the device's stream, after which the counters of
+    /// appends whose tensors were in device memory are complete. Nothing to do on the CPU.
+    ///
+    /// # Errors
+    /// What went wrong in work that was not waited for.
+    pub fn synchronize(&mut self) -> Result<(), CacheError> {
+        let counts = self.pool.device.synchronize()?;
+        self.counters.nonfinite += counts.nonfinite;
+        self.counters.saturated += counts.saturated;
+        Ok(())
     }
 
     /// Tokens committed to a sequence.

@@ -26,7 +26,7 @@ pub struct AttendOptions<'a> {
 #[must_use = "a step that is dropped is cancelled"]
 #[derive(Debug)]
 pub struct Step<'a> {
-    cache: &'a mut Cache,
+    pub(super) cache: &'a mut Cache,
     /// Whether dropping still has to undo the step.
     open: bool,
 }
@@ -40,6 +40,7 @@ impl Cache {
     /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
     pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
         self.open_step(wanted, None)?;
+        self.step_name += 1;
         Ok(Step { cache: self, open: true })
     }
 
@@ -58,6 +59,7 @@ impl Cache {
         tokens: &[u32],
     ) -> Result<Step<'_>, CacheError> {
         self.open_step(wanted, Some(tokens))?;
+        self.step_name += 1;
         Ok(Step { cache: self, open: true })
     }
 }
@@ -199,11 +201,7 @@ impl Step<'_> {
             return Err(CacheError::AttendBeforeAppend { layer });
         }
         let geometry = &self.cache.plan.geometry;
-        let softmax_scale =
-            options.softmax_scale.unwrap_or_else(|| 1.0 / f32_of(geometry.head_dim).sqrt());
-        if !(softmax_scale.is_finite() && softmax_scale > 0.0) {
-            return Err(CacheError::BadSoftmaxScale);
-        }
+        let softmax_scale = scale_or_default(options.softmax_scale, geometry.head_dim)?;
         let heads = self.num_tokens() * geometry.num_q_heads as usize;
         let expected = heads * geometry.head_dim as usize;
         let shape = "[num_tokens, num_q_heads, head_dim]";
@@ -249,7 +247,7 @@ impl Step<'_> {
         drop(self);
     }
 
-    fn place(&self, layer: LayerIdx) -> Result<crate::plan::LayerPlace, CacheError> {
+    pub(super) fn place(&self, layer: LayerIdx) -> Result<crate::plan::LayerPlace, CacheError> {
         let layers = &self.cache.plan.layers;
         layers.get(layer.index()).copied().ok_or(CacheError::NoSuchLayer {
             layer,
@@ -267,7 +265,7 @@ impl Drop for Step<'_> {
 }
 
 /// Refuses a buffer of the wrong length.
-fn expect_len(
+pub(super) fn expect_len(
     what: &'static str,
     got: usize,
     expected: usize,
@@ -277,6 +275,12 @@ fn expect_len(
         return Ok(());
     }
     Err(CacheError::WrongShape { what, got, expected, shape })
+}
+
+/// The factor on q·k: as given, or 1 / √`head_dim`.
+pub(super) fn scale_or_default(given: Option<f32>, head_dim: u32) -> Result<f32, CacheError> {
+    let scale = given.unwrap_or_else(|| 1.0 / f32_of(head_dim).sqrt());
+    if scale.is_finite() && scale > 0.0 { Ok(scale) } else { Err(CacheError::BadSoftmaxScale) }
 }
 
 /// The number as f32; `head_dim` is far below 2²⁴.

@@ -4,6 +4,7 @@
 //! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
 //! - `kvpool config CONFIG` prints the settings in force.
 //! - `kvpool presets` lists the built-in models.
+//! - `kvpool doctor` shows what this build and this machine have: CPU, CUDA, GPUs.
 //! - `kvpool bench` measures the kernels beside the speed of the memory, and
 //!   `kvpool bench manager` what blocks, prefix index and steps cost.
 //!
@@ -12,6 +13,7 @@
 //! configuration.
 
 mod bench;
+mod doctor;
 mod plan;
 mod presets;
 mod progress;
@@ -63,6 +65,12 @@ enum Command {
     },
     /// Measure decode attention, append or prefill beside the speed of the memory, or the manager
     Bench(bench::BenchArgs),
+    /// Show what this build and this machine have: CPU features, CUDA kernels, driver, GPUs
+    Doctor {
+        /// Print one JSON document instead of text
+        #[arg(long)]
+        json: bool,
+    },
     /// List the built-in models
     Presets {
         /// Print one JSON document instead of a table
@@ -154,6 +162,7 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Plan { file, json } => plan::run(&file.load()?, *json),
         Command::Config { file } => print_config(&file.load()?),
         Command::Bench(args) => bench::run(args),
+        Command::Doctor { json } => doctor::run(*json),
         Command::Presets { json } => presets::run(*json),
     }
 }

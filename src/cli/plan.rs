@@ -1,13 +1,16 @@
 //! `kvpool plan`.
 
 use std::fmt::Write as _;
+use std::io::{self, Write as _};
 
 use serde::Serialize;
 
 use super::{CliError, print, table, text_of};
-use crate::config::{Config, Source};
+use crate::config::{Config, DeviceKind, Source};
 use crate::device::cpu::{available_memory, num_threads};
-use crate::error::PlanError;
+use crate::device::cuda::CudaGpu;
+use crate::device::resolve_budget;
+use crate::error::{OpenError, PlanError};
 use crate::plan::{KvFormat, Plan};
 use crate::units::grouped;
 
@@ -36,27 +39,28 @@ type Planned = (String, Config, Result<Plan, PlanError>);
 
 /// Plans a file and its variants, and prints the plans.
 pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
-    let base = Plan::new(&source.config, &source.geometry)?;
+    let base_config = resolved(&source.config)?;
+    let base = Plan::new(&base_config, &source.geometry)?;
     let variants: Vec<Planned> = if source.config.variant.is_empty() {
         Vec::new()
     } else {
-        let plan = |config: &Config| Plan::new(config, &source.geometry);
         let named = source.variants().into_iter();
         named
             .map(|(name, config)| {
-                let plan = plan(&config);
-                (name, config, plan)
+                let config = resolved(&config)?;
+                let plan = Plan::new(&config, &source.geometry);
+                Ok((name, config, plan))
             })
-            .collect()
+            .collect::<Result<_, CliError>>()?
     };
     if json {
-        let mut text = serde_json::to_string_pretty(&document(&base, &variants))
-            .map_err(std::io::Error::other)?;
+        let mut text =
+            serde_json::to_string_pretty(&document(&base, &variants)).map_err(io::Error::other)?;
         text.push('\n');
         print(&text)?;
     } else {
         print(&text(&base, &variants))?;
-        print(&memory_note(&base, &source.config))?;
+        print(&memory_note(&base, &base_config))?;
     }
     match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
         None => Ok(()),
@@ -66,9 +70,49 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
     }
 }
 
+/// The configuration with a capacity in percent turned into bytes, which is told.
+fn resolved(config: &Config) -> Result<Config, CliError> {
+    let mut config = config.clone();
+    if let Some(budget) = resolve_budget(&mut config).map_err(OpenError::from)? {
+        writeln!(io::stderr().lock(), "{budget}")?;
+    }
+    Ok(config)
+}
+
+/// As [`memory_note`], for a GPU.
+fn gpu_memory_note(plan: &Plan, config: &Config) -> String {
+    let Ok(workspace) = plan.cuda_workspace() else { return String::new() };
+    let mut text = format!(
+        "memory    workspace on the GPU {} B, pinned host memory {} B",
+        workspace.device_bytes, workspace.pinned_bytes
+    );
+    let gpu = CudaGpu::find(config.device.ordinal).and_then(|gpu| gpu.memory());
+    let (available, whose) = match (config.device.memory_limit, gpu) {
+        (Some(limit), _) => (limit, "device.memory_limit"),
+        (None, Ok((free, _))) => (free, "what the GPU has free"),
+        (None, Err(error)) => {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "; it will be refused here: {error}");
+            return text;
+        }
+    };
+    let note = match plan.check_device_memory(workspace.device_bytes, available, whose) {
+        Ok(()) => format!("it fits in {} of {whose}", available.human()),
+        Err(error) => format!("it will be refused: {error}"),
+    };
+    let _ = writeln!(text, "; {note}");
+    for (name, bytes) in workspace.terms() {
+        let _ = writeln!(text, "          {:>16} B  {name}", bytes.to_string());
+    }
+    text
+}
+
 /// Whether the plan would open here: the memory that it takes, and what `device.memory_limit` or
 /// this machine has for it.
 fn memory_note(plan: &Plan, config: &Config) -> String {
+    if config.device.kind == DeviceKind::Cuda {
+        return gpu_memory_note(plan, config);
+    }
     let threads = num_threads(&config.device);
     let Ok(workspace) = plan.cpu_workspace_bytes(threads) else { return String::new() };
     let (available, whose) = match (config.device.memory_limit, available_memory()) {

@@ -3,15 +3,34 @@
 //! It is drawn between steps by the thread that runs them, at most a few times a second. The job
 //! does not count what drawing allocates.
 
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, Write, stderr};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::device::ResolvedBudget;
 use crate::job::{Observer, Progress, Run};
 use crate::units::Bytes;
 
 /// Redraws a second.
 const REDRAWS_PER_SECOND: u8 = 8;
+
+/// Tells of budgets, and shows no bar.
+pub(super) struct NoBars;
+
+impl Observer for NoBars {
+    fn variant(&mut self, _name: &str, _index: usize, _of: usize) {}
+    fn resolved(&mut self, budget: &ResolvedBudget) {
+        say(budget);
+    }
+    fn opening(&mut self, _done: Bytes, _total: Bytes) {}
+    fn step(&mut self, _progress: &Progress) {}
+    fn finished(&mut self, _run: &Run) {}
+}
+
+/// Writes what a budget has come to. If it cannot be written, the report still has the bytes.
+fn say(budget: &ResolvedBudget) {
+    let _ = writeln!(stderr().lock(), "{budget}");
+}
 
 /// One bar, for the variant that runs.
 pub(super) struct Bars {
@@ -43,6 +62,10 @@ impl Observer for Bars {
         self.style("{prefix}  opening the pool [{bar:30}] {bytes} of {total_bytes}");
         // Shown only now that it looks as it should.
         self.bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(REDRAWS_PER_SECOND));
+    }
+
+    fn resolved(&mut self, budget: &ResolvedBudget) {
+        self.bar.suspend(|| say(budget));
     }
 
     fn opening(&mut self, done: Bytes, total: Bytes) {

@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-use super::progress::Bars;
+use super::progress::{Bars, NoBars};
 use super::{CliError, print, table, text_of};
 use crate::config::Source;
-use crate::job::{self, Report, Run, RunReport, Silent};
+use crate::job::{self, Report, Run, RunReport};
 use crate::units::{Bytes, counted, grouped};
 
 /// Runs the job of a file and prints what came out.
@@ -18,7 +18,7 @@ pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(),
     }
     let report = match Bars::new() {
         Some(mut bars) => job::run(source, &mut bars)?,
-        None => job::run(source, &mut Silent)?,
+        None => job::run(source, &mut NoBars)?,
     };
     print(&if json { job::json(&report) } else { text(&report) })?;
     if let Some(folder) = out {

@@ -1,4 +1,4 @@
-//! `pool.capacity` as a text: `worst-case`, `tokens:N`, `blocks:N`, `budget:SIZE`.
+//! `pool.capacity` as a text: `worst-case`, `tokens:N`, `blocks:N`, `budget:SIZE`, `budget:N%`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use super::complaint::Complaint;
 
 /// The accepted forms.
 pub(super) const FORMS: &str = "expected \"worst-case\", \"tokens:N\", \"blocks:N\" (N a whole number above 0) or \"budget:SIZE\" \
-     with a size above 0 such as \"budget:24 GiB\"";
+     with a size above 0 such as \"budget:24 GiB\", or \"budget:N%\" of the device's free memory, N from 1 to 100";
 
 impl fmt::Display for Capacity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -22,6 +22,7 @@ impl fmt::Display for Capacity {
             Self::Blocks(blocks) => write!(f, "blocks:{blocks}"),
             // In bytes, so that reading it back gives the same capacity.
             Self::Budget(bytes) => write!(f, "budget:{}", bytes.get()),
+            Self::BudgetPercent(percent) => write!(f, "budget:{percent}%"),
         }
     }
 }
@@ -29,7 +30,7 @@ impl fmt::Display for Capacity {
 impl FromStr for Capacity {
     type Err = String;
 
-    /// Reads any of the four forms; the error says what is wrong with the text.
+    /// Reads any of the forms; the error says what is wrong with the text.
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "worst-case" {
             return Ok(Self::WorstCase);
@@ -40,6 +41,12 @@ impl FromStr for Capacity {
             "tokens" => count(text, amount).map(Self::Tokens),
             "blocks" => count(text, amount).map(Self::Blocks),
             "budget" => {
+                if let Some(percent) = amount.trim().strip_suffix('%') {
+                    return match percent.trim().parse() {
+                        Ok(percent @ 1..=100) => Ok(Self::BudgetPercent(percent)),
+                        _ => Err(format!("found {text:?}: {percent:?} is no number from 1 to 100")),
+                    };
+                }
                 let bytes: Bytes =
                     amount.parse().map_err(|error| format!("found {text:?}: {error}"))?;
                 if bytes == Bytes::ZERO {
@@ -86,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_four_forms_are_read_and_written() {
+    fn the_forms_are_read_and_written() {
         for (text, capacity, written) in [
             ("worst-case", Capacity::WorstCase, "worst-case"),
             ("tokens:200000", Capacity::Tokens(200_000), "tokens:200000"),
@@ -94,6 +101,7 @@ mod tests {
             ("blocks:8192", Capacity::Blocks(8192), "blocks:8192"),
             ("budget:24 GiB", Capacity::Budget(Bytes(24 << 30)), "budget:25769803776"),
             ("budget:123", Capacity::Budget(Bytes(123)), "budget:123"),
+            ("budget: 90 %", Capacity::BudgetPercent(90), "budget:90%"),
         ] {
             assert_eq!(text.parse(), Ok(capacity), "{text}");
             assert_eq!(capacity.to_string(), written);
@@ -115,6 +123,9 @@ mod tests {
             ("budget:16 GiBs", "\"16 GiBs\" is not a size"),
             ("budget:0", "holds nothing"),
             ("budget:-1", "is not a size"),
+            ("budget:0%", "no number from 1 to 100"),
+            ("budget:101%", "no number from 1 to 100"),
+            ("budget:0.9%", "no number from 1 to 100"),
             ("budget:99999999999 TiB", "is not a size"),
         ] {
             let error = text.parse::<Capacity>().unwrap_err();

@@ -4,8 +4,9 @@ use std::ops::RangeInclusive;
 
 use super::complaint::Complaint;
 use super::{
-    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry,
-    HybridConfig, Int8Config, LimitsConfig, ScaleKind, StaticScale,
+    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, DeviceConfig,
+    DeviceKind, Format, Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig, ScaleKind,
+    StaticScale,
 };
 
 /// The most sequences; a sequence slot is addressed with fewer than 32 bits.
@@ -65,7 +66,28 @@ pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complain
     check_cache(&config.cache, geometry)?;
     check_events(config, geometry)?;
     check_pool(config)?;
-    in_range("device.threads", config.device.threads, 0..=MAX_THREADS)
+    check_device(&config.device)
+}
+
+/// Settings of one kind of device are refused with another.
+fn check_device(device: &DeviceConfig) -> Result<(), Complaint> {
+    let DeviceConfig { kind, ordinal, threads, kernel, memory_limit: _ } = *device;
+    in_range("device.threads", threads, 0..=MAX_THREADS)?;
+    let of_cpu = [("device.threads", threads > 0), ("device.kernel", kernel != KernelChoice::Auto)];
+    match kind {
+        DeviceKind::Cpu if ordinal > 0 => {
+            let problem = "it names a GPU, and device.kind is \"cpu\"".to_owned();
+            Err(Complaint::new("device.ordinal", problem))
+        }
+        DeviceKind::Cpu => Ok(()),
+        DeviceKind::Cuda => match of_cpu.into_iter().find(|(_, given)| *given) {
+            Some((key, _)) => {
+                let problem = "it is of the CPU's kernels, and device.kind is \"cuda\"".to_owned();
+                Err(Complaint::new(key, problem))
+            }
+            None => Ok(()),
+        },
+    }
 }
 
 /// Which layers are contiguous, one entry a layer: all with `contiguous`, none with `paged`.
@@ -128,7 +150,10 @@ fn check_pool(config: &Config) -> Result<(), Complaint> {
             format!("{len} is out of range (limits.max_seq_len is {most})"),
         ));
     }
-    let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
+    let divided = matches!(
+        config.pool.capacity,
+        Capacity::Tokens(_) | Capacity::Budget(_) | Capacity::BudgetPercent(_)
+    );
     if !divided || config.cache.mode == CacheMode::Contiguous {
         let problem = "there is nothing to divide by it";
         let help = "leave it out (--set pool.typical_seq_len= does): it divides \"tokens:N\" or \"budget:SIZE\" among the layer groups of a paged or hybrid plan";

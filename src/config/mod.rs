@@ -293,6 +293,10 @@ pub enum Capacity {
     Blocks(u64),
     /// As much as fits in this many bytes, but no more than the worst case.
     Budget(crate::units::Bytes),
+    /// As much as fits in so many hundredths of the memory that the device has free, but no more
+    /// than the worst case. [`Config::resolve_budget`] turns it into bytes, once, before the plan
+    /// is made.
+    BudgetPercent(u8),
 }
 
 /// `[device]`.
@@ -302,21 +306,30 @@ pub struct DeviceConfig {
     /// What holds the pool and computes.
     #[serde(default)]
     pub kind: DeviceKind,
+    /// `cuda` only: which GPU, in the driver's order, counted from 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ordinal: u32,
     /// CPU worker threads, the calling one included; 0 = one for each core.
     #[serde(default)]
     pub threads: u32,
     /// Which implementation of the CPU kernels.
     #[serde(default)]
     pub kernel: KernelChoice,
-    /// The most memory that the pool and its bookkeeping may take; without it, what the machine
-    /// has available.
+    /// The most memory that the pool and its bookkeeping may take, on a GPU the pool and its
+    /// workspace; without it, what the machine or the GPU has available.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "size_option")]
     pub memory_limit: Option<crate::units::Bytes>,
 }
 
 impl Default for DeviceConfig {
     fn default() -> Self {
-        Self { kind: DeviceKind::Cpu, threads: 0, kernel: KernelChoice::Auto, memory_limit: None }
+        Self {
+            kind: DeviceKind::Cpu,
+            ordinal: 0,
+            threads: 0,
+            kernel: KernelChoice::Auto,
+            memory_limit: None,
+        }
     }
 }
 
@@ -327,6 +340,8 @@ pub enum DeviceKind {
     /// Host memory and the host's cores.
     #[default]
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
 }
 
 /// Which implementation of the CPU kernels.
@@ -344,6 +359,11 @@ pub enum KernelChoice {
     Avx2,
     /// Vectorised for AVX-512.
     Avx512,
+}
+
+/// Whether a number is its default.
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// Reads and writes an optional size as a number or as a string with a unit.

@@ -92,7 +92,10 @@ impl VariantConfig {
         cache.tokens_per_block = self.tokens_per_block.unwrap_or(cache.tokens_per_block);
         self.apply_sharing(cache);
         config.pool.capacity = self.capacity.unwrap_or(config.pool.capacity);
-        let divided = matches!(config.pool.capacity, Capacity::Tokens(_) | Capacity::Budget(_));
+        let divided = matches!(
+            config.pool.capacity,
+            Capacity::Tokens(_) | Capacity::Budget(_) | Capacity::BudgetPercent(_)
+        );
         let changed = self.mode == Some(CacheMode::Contiguous) || self.capacity.is_some();
         if changed && !(divided && config.cache.mode != CacheMode::Contiguous) {
             config.pool.typical_seq_len = None;

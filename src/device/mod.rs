@@ -10,16 +10,20 @@
 mod convert;
 mod counting_alloc;
 pub mod cpu;
+pub mod cuda;
 mod huge_vec;
 mod null;
+mod open;
+mod plain;
 mod quant;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
 pub use huge_vec::{huge_vec, prefetch};
 pub use null::NullDevice;
+pub use open::{ResolvedBudget, open, resolve_budget};
 pub use quant::{dequantize_row, quantize_row};
-pub use tensor::{DType, TensorMut, TensorRef};
+pub use tensor::{CudaStream, DType, DeviceTensor, TensorMut, TensorRef};
 
 use std::fmt;
 
@@ -30,12 +34,14 @@ use crate::units::Bytes;
 /// What a device says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct DeviceInfo {
-    /// `cpu`, or `none` for a device without memory.
+    /// `cpu`; `cuda`; `cuda-emulated` for CUDA kernels that are executed by the host, in tests;
+    /// or `none` for a device without memory.
     pub kind: &'static str,
     /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, or
-    /// `avx512+vnni` (AVX-512 with VNNI for INT8); `none` for a device without memory.
+    /// `avx512+vnni` (AVX-512 with VNNI for INT8); `plain` or `tensor-cores` on a GPU; `none` for
+    /// a device without memory.
     pub kernel: &'static str,
-    /// Threads that compute, the calling one included.
+    /// Threads that compute, the calling one included; multiprocessors of a GPU.
     pub threads: u32,
     /// Bytes of the pool.
     pub pool_bytes: Bytes,
@@ -134,6 +140,57 @@ impl AttendArgs<'_> {
     }
 }
 
+/// K and V of a step in the device's own memory, to be stored in one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceAppend<'a> {
+    /// Names the step: token slots of a group that were uploaded for it are not uploaded again.
+    /// 0 names none.
+    pub step: u64,
+    /// As [`AppendArgs::layout`].
+    pub layout: &'a GroupLayout,
+    /// As [`AppendArgs::layer`].
+    pub layer: u32,
+    /// As [`AppendArgs::scales`].
+    pub scales: LayerScales,
+    /// As [`AppendArgs::token_slots`]; none twice. `[tokens]`
+    pub token_slots: &'a [u64],
+    /// Keys. `[tokens, num_kv_heads, head_dim]`
+    pub k: DeviceTensor,
+    /// Values, of the same element type. `[tokens, num_kv_heads, head_dim]`
+    pub v: DeviceTensor,
+}
+
+/// Attention whose tensors are in the device's own memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceAttend<'a> {
+    /// Names the step, as [`DeviceAppend::step`].
+    pub step: u64,
+    /// As [`AttendArgs::layout`].
+    pub layout: &'a GroupLayout,
+    /// As [`AttendArgs::layer`].
+    pub layer: u32,
+    /// As [`AttendArgs::scales`].
+    pub scales: LayerScales,
+    /// As [`AttendArgs::window`].
+    pub window: u32,
+    /// As [`AttendArgs::num_q_heads`].
+    pub num_q_heads: u32,
+    /// As [`AttendArgs::softmax_scale`].
+    pub softmax_scale: f32,
+    /// As [`AttendArgs::seqs`]. `[num_seqs]`
+    pub seqs: &'a [BatchSeq],
+    /// As [`AttendArgs::tables`]. `[seq_slots, table_row]`
+    pub tables: &'a [u32],
+    /// As [`AttendArgs::table_row`].
+    pub table_row: u32,
+    /// Queries. `[tokens, num_q_heads, head_dim]`
+    pub q: DeviceTensor,
+    /// Where the result goes. `[tokens, num_q_heads, head_dim]`
+    pub out: DeviceTensor,
+    /// As [`AttendArgs::lse`], in f32. `[tokens, num_q_heads]`
+    pub lse: Option<DeviceTensor>,
+}
+
 /// Memory and kernels.
 pub trait Device: Send + fmt::Debug {
     /// What it is, and how it was opened.
@@ -161,6 +218,45 @@ pub trait Device: Send + fmt::Debug {
     /// [`DeviceError`] when the layout is not consistent or a block lies outside the pool, or a
     /// worker failed.
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError>;
+
+    /// As [`Device::append`], with tensors in the device's memory: the work is put into the
+    /// device's stream and not waited for. What it counts comes with [`Device::synchronize`].
+    ///
+    /// # Errors
+    /// As [`Device::append`]; [`DeviceError::HostTensorsOnly`].
+    fn append_device(&mut self, args: &DeviceAppend<'_>) -> Result<(), DeviceError> {
+        let _ = args;
+        Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
+    }
+
+    /// As [`Device::attend`], with tensors in the device's memory: the work is put into the
+    /// device's stream and not waited for.
+    ///
+    /// # Errors
+    /// As [`Device::attend`]; [`DeviceError::HostTensorsOnly`].
+    fn attend_device(&mut self, args: &DeviceAttend<'_>) -> Result<(), DeviceError> {
+        let _ = args;
+        Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
+    }
+
+    /// Puts all work from here on into a stream of the caller's, behind what was put into the one
+    /// before.
+    ///
+    /// # Errors
+    /// [`DeviceError::NoStreams`], or what the driver says.
+    fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
+        let _ = stream;
+        Err(DeviceError::NoStreams { kind: self.info().kind })
+    }
+
+    /// Waits for all work that was put into the stream, and gives what its appends counted since
+    /// the last time. Nothing to do where every call waits for itself.
+    ///
+    /// # Errors
+    /// What went wrong in work that was not waited for.
+    fn synchronize(&mut self) -> Result<AppendCounts, DeviceError> {
+        Ok(AppendCounts::default())
+    }
 
     /// Copies `len` bytes from offset `src` to offset `dst` of the pool; the ranges do not
     /// overlap.

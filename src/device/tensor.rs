@@ -33,6 +33,83 @@ pub enum TensorMut<'a> {
     F16(&'a mut [f16]),
 }
 
+/// A dense tensor in a GPU's memory, in row-major order, to read or to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceTensor {
+    address: u64,
+    len: usize,
+    dtype: DType,
+}
+
+impl DeviceTensor {
+    /// The tensor of `len` elements whose first one lies at `address`, a multiple of 16.
+    ///
+    /// # Safety
+    /// From the call that the tensor is given to until the device's stream has come past it, the
+    /// memory is there, nothing but that call writes it, and, if the call writes it, nothing reads
+    /// it.
+    #[must_use]
+    pub const unsafe fn new(address: u64, len: usize, dtype: DType) -> Self {
+        Self { address, len, dtype }
+    }
+
+    /// The first element's address.
+    #[must_use]
+    pub const fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+/// A stream of the CUDA driver (`CUstream`, `cudaStream_t`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaStream(*mut std::ffi::c_void);
+
+impl CudaStream {
+    /// A stream that the caller made in the GPU's primary context; null is the default stream.
+    ///
+    /// # Safety
+    /// It lives until the device that it is given to has got another, or is closed.
+    #[must_use]
+    pub const unsafe fn new(stream: *mut std::ffi::c_void) -> Self {
+        Self(stream)
+    }
+
+    /// The driver's handle.
+    #[must_use]
+    pub const fn as_ptr(self) -> *mut std::ffi::c_void {
+        self.0
+    }
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
 impl TensorRef<'_> {
     /// Elements.
     #[must_use]

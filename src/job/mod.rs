@@ -42,6 +42,7 @@ use workload::Request;
 
 use crate::cache::Cache;
 use crate::config::{Config, Geometry, Source};
+use crate::device::{ResolvedBudget, resolve_budget};
 use crate::error::{CacheError, JobError, OpenError};
 use crate::plan::{KvFormat, Plan};
 use crate::units::{Bytes, counted};
@@ -66,6 +67,8 @@ pub struct Progress {
 pub trait Observer {
     /// A variant begins; `of` is how many there are.
     fn variant(&mut self, name: &str, index: usize, of: usize);
+    /// A capacity in percent has come to this many bytes.
+    fn resolved(&mut self, _budget: &ResolvedBudget) {}
     /// So much of the pool has been made resident.
     fn opening(&mut self, done: Bytes, total: Bytes);
     /// A step is done.
@@ -148,9 +151,14 @@ impl Job<'_> {
     ) -> Result<RunReport, JobError> {
         let open = |source: OpenError| JobError::Open { variant: name.to_owned(), source };
         let failed = |source: CacheError| JobError::Cache { variant: name.to_owned(), source };
-        let plan = Plan::new(config, self.geometry).map_err(|error| open(error.into()))?;
+        let mut config = config.clone();
+        if let Some(budget) = resolve_budget(&mut config).map_err(|error| open(error.into()))? {
+            observer.resolved(&budget);
+        }
+        let plan = Plan::new(&config, self.geometry).map_err(|error| open(error.into()))?;
         let mut progress = |done, total| observer.opening(done, total);
-        let cache = Cache::open_on_cpu(plan, &config.device, Some(&mut progress)).map_err(open)?;
+        let cache =
+            Cache::open_on_device(plan, &config.device, Some(&mut progress)).map_err(open)?;
         let engine = Engine::new(cache.plan(), &self.formula, &self.checker, &self.requests);
         let mut scheduler =
             Scheduler::new(cache, engine, &self.requests, self.open).map_err(failed)?;

@@ -68,6 +68,14 @@ pub(super) fn size(config: &Config, limits: &Limits, drafts: &[Draft]) -> Result
             });
         }
         (Capacity::Blocks(blocks), false) => Measure::Each(blocks),
+        (Capacity::BudgetPercent(percent), _) => {
+            return Err(PlanError::Contradiction {
+                key: "pool.capacity".to_owned(),
+                problem: format!("{percent} % of the free memory is no number of bytes yet"),
+                help: "resolve it with what the device has free (Config::resolve_budget)"
+                    .to_owned(),
+            });
+        }
         (Capacity::Budget(budget), _) => {
             let measure = |n: u64| {
                 if contiguous_only {

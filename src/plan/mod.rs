@@ -7,6 +7,7 @@
 //! Units: sizes end in `bytes`, lengths in `tokens` or `len`, counts of blocks in `blocks`.
 
 mod budget;
+mod cuda;
 mod explain;
 mod format;
 mod group;
@@ -15,6 +16,10 @@ mod layout;
 mod reuse;
 mod workspace;
 
+pub use cuda::{
+    CUDA_ITEM_BYTES, CUDA_PAIR_BYTES, CUDA_PAIR_SLOTS, CUDA_SEQ_BYTES, CUDA_TENSOR_SLOTS,
+    CudaTables, CudaWorkspace,
+};
 pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
 pub use group::{GroupKind, LayerGroup};
 pub use host::{
@@ -266,6 +271,32 @@ impl Plan {
             needed,
             pool: self.pool_bytes,
             host: self.host_bytes,
+            workspace,
+            available,
+            source_of_limit,
+            worst_case: self.capacity == Capacity::WorstCase,
+        })
+    }
+
+    /// Checks the plan, with a workspace of so many bytes, against a device's own memory, which
+    /// holds none of the bookkeeping.
+    ///
+    /// # Errors
+    /// As [`Plan::check_memory`].
+    pub fn check_device_memory(
+        &self,
+        workspace: Bytes,
+        available: Bytes,
+        source_of_limit: &'static str,
+    ) -> Result<(), PlanError> {
+        let needed = self.pool_bytes.try_add(workspace)?;
+        if needed <= available {
+            return Ok(());
+        }
+        Err(PlanError::MemoryTooSmall {
+            needed,
+            pool: self.pool_bytes,
+            host: Bytes::ZERO,
             workspace,
             available,
             source_of_limit,

@@ -45,7 +45,7 @@ use workers::Workers;
 use workspace::Workspace;
 
 use super::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo};
-use crate::config::DeviceConfig;
+use crate::config::{DeviceConfig, KernelChoice};
 use crate::error::DeviceError;
 use crate::plan::{GroupLayout, Plan};
 use crate::units::Bytes;
@@ -92,6 +92,34 @@ impl CpuDevice {
             Err(DeviceError::BadLayout)
         }
     }
+}
+
+/// The name of the kernels that a choice leads to on this CPU.
+///
+/// # Errors
+/// [`DeviceError::KernelUnsupported`].
+pub fn kernel_name(choice: KernelChoice) -> Result<&'static str, DeviceError> {
+    Ok(kernel::choose(choice)?.name())
+}
+
+/// The instruction sets that this CPU has, of those that kernels make use of.
+#[must_use]
+pub fn features() -> Vec<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    let known = [
+        ("sse4.1", std::arch::is_x86_feature_detected!("sse4.1")),
+        ("avx2", std::arch::is_x86_feature_detected!("avx2")),
+        ("fma", std::arch::is_x86_feature_detected!("fma")),
+        ("f16c", std::arch::is_x86_feature_detected!("f16c")),
+        ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
+        ("avx512bw", std::arch::is_x86_feature_detected!("avx512bw")),
+        ("avx512vl", std::arch::is_x86_feature_detected!("avx512vl")),
+        ("avx512vnni", std::arch::is_x86_feature_detected!("avx512vnni")),
+        ("avx512bf16", std::arch::is_x86_feature_detected!("avx512bf16")),
+    ];
+    #[cfg(not(target_arch = "x86_64"))]
+    let known: [(&str, bool); 0] = [];
+    known.into_iter().filter(|(_, has)| *has).map(|(name, _)| name).collect()
 }
 
 /// Threads that a configuration asks for: 0 stands for one a core.

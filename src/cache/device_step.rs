@@ -1,0 +1,93 @@
+//! A step whose tensors are in the device's own memory: nothing is copied, nothing waited for.
+
+use super::Step;
+use super::step::{expect_len, scale_or_default};
+use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor};
+use crate::error::CacheError;
+use crate::units::LayerIdx;
+
+impl Step<'_> {
+    /// As [`Step::append`], with K and V in the device's memory. What INT8 counts of them is added
+    /// to the counters by [`super::Cache::synchronize`].
+    ///
+    /// # Errors
+    /// As [`Step::append`]; a device that computes in the host's memory.
+    pub fn append_device(
+        &mut self,
+        layer: LayerIdx,
+        k: DeviceTensor,
+        v: DeviceTensor,
+    ) -> Result<(), CacheError> {
+        let place = self.place(layer)?;
+        if self.cache.batch.appended[layer.index()] {
+            return Err(CacheError::AlreadyAppended { layer });
+        }
+        let geometry = &self.cache.plan.geometry;
+        let row = geometry.num_kv_heads as usize * geometry.head_dim as usize;
+        let expected = self.num_tokens() * row;
+        let shape = "[num_tokens, num_kv_heads, head_dim]";
+        expect_len("k", k.len(), expected, shape)?;
+        expect_len("v", v.len(), expected, shape)?;
+        let cache = &mut *self.cache;
+        let group = place.group.index();
+        cache.pool.device.append_device(&DeviceAppend {
+            step: cache.step_name,
+            layout: &cache.plan.groups[group].layout,
+            layer: place.index,
+            scales: cache.plan.scales_of(layer),
+            token_slots: &cache.batch.token_slots[group],
+            k,
+            v,
+        })?;
+        cache.batch.set_appended(layer);
+        Ok(())
+    }
+
+    /// As [`Step::attend`], with queries, result and lse (f32) in the device's memory.
+    ///
+    /// # Errors
+    /// As [`Step::attend`]; a device that computes in the host's memory.
+    pub fn attend_device(
+        &mut self,
+        layer: LayerIdx,
+        q: DeviceTensor,
+        out: DeviceTensor,
+        lse: Option<DeviceTensor>,
+        softmax_scale: Option<f32>,
+    ) -> Result<(), CacheError> {
+        let place = self.place(layer)?;
+        if !self.cache.batch.appended[layer.index()] {
+            return Err(CacheError::AttendBeforeAppend { layer });
+        }
+        let geometry = &self.cache.plan.geometry;
+        let softmax_scale = scale_or_default(softmax_scale, geometry.head_dim)?;
+        let heads = self.num_tokens() * geometry.num_q_heads as usize;
+        let expected = heads * geometry.head_dim as usize;
+        let shape = "[num_tokens, num_q_heads, head_dim]";
+        expect_len("q", q.len(), expected, shape)?;
+        expect_len("out", out.len(), expected, shape)?;
+        if let Some(lse) = &lse {
+            let len = if lse.dtype() == DType::F32 { lse.len() } else { 0 };
+            expect_len("lse (f32)", len, heads, "[num_tokens, num_q_heads]")?;
+        }
+        let num_q_heads = geometry.num_q_heads;
+        let cache = &mut *self.cache;
+        let group = &cache.plan.groups[place.group.index()];
+        cache.pool.device.attend_device(&DeviceAttend {
+            step: cache.step_name,
+            layout: &group.layout,
+            layer: place.index,
+            scales: cache.plan.scales_of(layer),
+            window: group.window.unwrap_or(0),
+            num_q_heads,
+            softmax_scale,
+            seqs: &cache.batch.seqs,
+            tables: &cache.tables[place.group.index()],
+            table_row: group.max_blocks_per_seq,
+            q,
+            out,
+            lse,
+        })?;
+        Ok(())
+    }
+}

@@ -1,0 +1,473 @@
+//! NVIDIA GPUs.
+//!
+//! [`CudaDevice::open`] makes one allocation for the pool and one for the workspace that
+//! [`Plan::cuda_workspace`] lists, one of pinned host memory, and loads the kernels; after that
+//! nothing is allocated (P1). The driver's library is opened at run time, so the same program
+//! starts on machines without it; [`CudaGpu::find`] says what is missing. This folder is the only
+//! place that names cudarc.
+//!
+//! **Streams.** All work goes into one stream, the device's own or the caller's
+//! ([`Device::set_stream`]), and is done in the order of the calls.
+//!
+//! - With tensors in device memory ([`Device::append_device`], [`Device::attend_device`]) nothing
+//!   is waited for. Token slots, block tables and work lists are uploaded once a step and group,
+//!   from a ring of pinned buffers to places that stay the same; a buffer is written again when
+//!   its copy is done (edge case 60), for which the host waits only when it is a whole ring ahead.
+//! - With tensors in host memory ([`Device::append`], [`Device::attend`]) they go through pinned
+//!   buffers, a part of the rows at a time. Attention waits for its results, and so does an append
+//!   in INT8, for its counts.
+//!
+//! **Errors** of kernels show in a later call, as the driver has it.
+
+mod bindings;
+mod driver;
+mod gpu;
+mod host;
+mod images;
+mod items;
+mod kernels;
+mod memory;
+mod params;
+mod report;
+mod tables;
+
+pub use gpu::CudaGpu;
+pub use images::Build;
+pub use report::{CudaReport, DriverReport, GpuReport, report};
+
+use std::sync::Arc;
+
+use bindings::{KvpoolAppendParams, KvpoolAttendParams, KvpoolCombineParams};
+use bindings::{KvpoolCopyPair, KvpoolCopyParams};
+use driver::{Context, Entered, Event, OwnStream, Stream};
+use kernels::{Kernels, Target};
+use memory::{DeviceMemory, PinnedMemory, Ring};
+use tables::Group;
+
+use super::plain::bytes_of;
+use super::{
+    AppendArgs, AppendCounts, AttendArgs, CudaStream, Device, DeviceAppend, DeviceAttend,
+    DeviceInfo, DeviceTensor,
+};
+use crate::error::DeviceError;
+use crate::plan::{CudaWorkspace, GroupLayout, Plan};
+
+/// What tensors in device memory must be aligned to: the kernels read so many bytes at once.
+const TENSOR_ALIGN: u64 = 16;
+
+/// A GPU as a device.
+#[derive(Debug)]
+pub struct CudaDevice {
+    target: Target,
+    /// Where the work goes.
+    stream: Stream,
+    /// The stream that was made at open.
+    own_stream: OwnStream,
+    /// Orders a new stream behind the one before.
+    handover: Event,
+    kernels: Kernels,
+    pool: DeviceMemory,
+    workspace: DeviceMemory,
+    sizes: CudaWorkspace,
+    /// Pinned buffers for tables, for pairs of units, and for tensors.
+    table_ring: Ring,
+    pair_ring: Ring,
+    tensor_ring: Ring,
+    groups: Vec<Group>,
+    q_per_kv: u32,
+    max_tokens: u64,
+    /// Whether appends count something.
+    counts: bool,
+    /// What they have counted, as far as it has been read back.
+    counted: AppendCounts,
+    plan_fingerprint: u64,
+    context: Arc<Context>,
+}
+
+impl CudaDevice {
+    /// Allocates the pool and the workspace of a plan, and loads its kernels.
+    ///
+    /// # Errors
+    /// [`DeviceError::CudaOutOfMemory`] with the size and what the GPU has,
+    /// [`DeviceError::CudaNoKernel`], or what the driver says. Nothing stays allocated then.
+    pub fn open(plan: &Plan, gpu: &CudaGpu) -> Result<Self, DeviceError> {
+        let sizes = plan.cuda_workspace().map_err(|_| DeviceError::BadLayout)?;
+        let context = &gpu.context;
+        let cx = context.enter()?;
+        let kernels =
+            Kernels::load(context, &cx, &gpu.target, plan.format, plan.geometry.head_dim)?;
+        let own_stream = OwnStream::new(context, &cx)?;
+        let pool = DeviceMemory::allocate(context, &cx, plan.pool_bytes)?;
+        let workspace = DeviceMemory::allocate(context, &cx, sizes.device_bytes)?;
+        let pinned = Arc::new(PinnedMemory::allocate(context, &cx, sizes.pinned_bytes)?);
+        let mut first = 0;
+        let mut ring = |(slots, bytes): (u32, u64)| {
+            let ring = Ring::new(&pinned, &cx, first, slots, bytes);
+            first += u64::from(slots) * bytes;
+            ring
+        };
+        let [tables, pairs, tensors] = sizes.rings();
+        let (table_ring, pair_ring, tensor_ring) = (ring(tables)?, ring(pairs)?, ring(tensors)?);
+        let groups = plan.groups.iter().zip(&sizes.groups);
+        let device = Self {
+            target: gpu.target,
+            stream: own_stream.stream(),
+            handover: Event::new(context, &cx)?,
+            own_stream,
+            kernels,
+            pool,
+            workspace,
+            table_ring,
+            pair_ring,
+            tensor_ring,
+            groups: groups.map(|(group, tables)| Group::new(&group.layout, *tables)).collect(),
+            sizes,
+            q_per_kv: plan.geometry.q_heads_per_kv_head(),
+            max_tokens: plan.limits.max_batch_tokens.into(),
+            counts: plan.format.scale.is_some(),
+            counted: AppendCounts::default(),
+            plan_fingerprint: plan.fingerprint(),
+            context: Arc::clone(context),
+        };
+        device.clear(&cx)?;
+        drop(cx);
+        Ok(device)
+    }
+
+    /// Zeroes the pool, as the operating system does for the CPU's, and the counts.
+    fn clear(&self, cx: &Entered<'_>) -> Result<(), DeviceError> {
+        let Self { pool, stream, .. } = self;
+        // SAFETY: the whole pool.
+        unsafe { cx.fill(pool.address(), 0, pool.bytes().get(), *stream) }?;
+        // SAFETY: two numbers of the workspace.
+        unsafe { cx.fill(self.workspace.address() + self.sizes.counts, 0, 16, *stream) }?;
+        cx.wait_for_stream(*stream)
+    }
+
+    /// Refuses a layout that is not one of the plan's, and gives the group's index.
+    fn group_of(&self, layout: &GroupLayout, layer: u32) -> Result<usize, DeviceError> {
+        let known = |group: &Group| group.params.base == layout.base;
+        match self.groups.iter().position(known) {
+            Some(index)
+                if layout.is_consistent(self.pool.bytes().get()) && layer < layout.num_layers =>
+            {
+                Ok(index)
+            }
+            _ => Err(DeviceError::BadLayout),
+        }
+    }
+
+    /// Puts an append into the stream. The group's token slots are there.
+    ///
+    /// `first` is the token slot, by its index in the step, of the tensors' first row.
+    fn launch_append(
+        &self,
+        cx: &Entered<'_>,
+        args: &DeviceAppend<'_>,
+        group: &Group,
+        first: u32,
+        tokens: u32,
+    ) -> Result<(), DeviceError> {
+        let workspace = self.workspace.address();
+        let params = KvpoolAppendParams {
+            group: group.params,
+            pool: self.pool.address(),
+            k: args.k.address(),
+            v: args.v.address(),
+            token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
+            num_tokens_at: 0,
+            counts: workspace + self.sizes.counts,
+            positions: 0,
+            rope_cos: 0,
+            rope_sin: 0,
+            num_tokens: tokens,
+            layer: args.layer,
+            rope: bindings::KVPOOL_ROPE_NONE,
+            rope_dims: 0,
+            k_scale: args.scales.k,
+            v_scale: args.scales.v,
+        };
+        let launch = self.kernels.append(args.k.dtype(), tokens);
+        // SAFETY: the kernel takes this struct; the token slots were checked when they were
+        // uploaded, so it writes into the pool only; whoever made the tensors has promised that
+        // they are there (`DeviceTensor::new`).
+        unsafe { cx.launch(launch, &params, self.stream) }
+    }
+
+    /// Puts an attention into the stream, and the combination of its splits. The group's
+    /// sequences and lists are there.
+    ///
+    /// `first` is the row of the step that the tensors begin with.
+    fn launch_attend(
+        &self,
+        cx: &Entered<'_>,
+        args: &DeviceAttend<'_>,
+        group: &Group,
+        first: u32,
+    ) -> Result<(), DeviceError> {
+        let workspace = self.workspace.address();
+        let head_dim = u64::from(args.layout.head_dim);
+        // Sequences count rows from the step's first: the address that row 0 would have.
+        let of_row_0 = |address: u64, row_bytes: u64| {
+            address.wrapping_sub(u64::from(first).wrapping_mul(row_bytes))
+        };
+        let heads = u64::from(args.num_q_heads);
+        let row = |tensor: &DeviceTensor| heads * head_dim * tensor.dtype().bytes() as u64;
+        let out = of_row_0(args.out.address(), row(&args.out));
+        let lse = args.lse.map_or(0, |lse| of_row_0(lse.address(), heads * 4));
+        let params = KvpoolAttendParams {
+            group: group.params,
+            pool: self.pool.address(),
+            q: of_row_0(args.q.address(), row(&args.q)),
+            out,
+            lse,
+            seqs: workspace + group.tables.seqs,
+            tables: workspace + group.tables.tables,
+            items: workspace + group.tables.items,
+            num_items_at: 0,
+            partial_acc: workspace + self.sizes.partial_acc,
+            partial_ml: workspace + self.sizes.partial_ml,
+            num_items: group.lists.items,
+            max_partials: self.sizes.max_partials,
+            layer: args.layer,
+            window: args.window,
+            q_per_kv: self.q_per_kv,
+            q_dtype: params::dtype(args.q.dtype()),
+            out_dtype: params::dtype(args.out.dtype()),
+            softmax_scale: args.softmax_scale,
+            k_scale: args.scales.k,
+            v_scale: args.scales.v,
+            reserved: [0; 2],
+        };
+        let kv_heads = args.layout.num_kv_heads;
+        let launch = self.kernels.attend(group.lists.items, kv_heads);
+        // SAFETY: the kernel takes this struct; sequences and blocks were checked when they were
+        // uploaded, so it reads the pool only; the tensors are there (`DeviceTensor::new`).
+        unsafe { cx.launch(launch, &params, self.stream) }?;
+        if group.lists.combines == 0 {
+            return Ok(());
+        }
+        let combine = KvpoolCombineParams {
+            out,
+            lse,
+            seqs: params.seqs,
+            items: workspace + group.tables.combines,
+            num_items_at: 0,
+            partial_acc: params.partial_acc,
+            partial_ml: params.partial_ml,
+            num_items: group.lists.combines,
+            max_partials: params.max_partials,
+            num_kv_heads: kv_heads,
+            head_dim: args.layout.head_dim,
+            q_per_kv: self.q_per_kv,
+            out_dtype: params.out_dtype,
+        };
+        let launch = self.kernels.combine(group.lists.combines, kv_heads);
+        // SAFETY: as above; the places that it reads were written by the kernel before.
+        unsafe { cx.launch(launch, &combine, self.stream) }
+    }
+
+    /// Reads back what the appends have counted, and gives what is new. Waits for the stream.
+    fn read_counts(&mut self, cx: &Entered<'_>) -> Result<AppendCounts, DeviceError> {
+        if !self.counts {
+            cx.wait_for_stream(self.stream)?;
+            return Ok(AppendCounts::default());
+        }
+        let from = self.workspace.address() + self.sizes.counts;
+        let mut now = [0_u8; 16];
+        // SAFETY: two numbers of the workspace; the place is waited for before it is used.
+        unsafe { cx.download(now.as_mut_ptr(), from, now.len(), self.stream) }?;
+        cx.wait_for_stream(self.stream)?;
+        let number =
+            |at: usize| now[at..at + 8].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b));
+        let now = AppendCounts { nonfinite: number(0), saturated: number(8) };
+        let new = AppendCounts {
+            nonfinite: now.nonfinite - self.counted.nonfinite,
+            saturated: now.saturated - self.counted.saturated,
+        };
+        self.counted = now;
+        Ok(new)
+    }
+
+    /// Times that the host was a whole ring of buffers ahead of the GPU, and had to wait.
+    #[must_use]
+    pub fn ring_waits(&self) -> u64 {
+        self.table_ring.waits() + self.pair_ring.waits()
+    }
+}
+
+/// Refuses a tensor that the kernels could not read.
+fn check_tensor(what: &'static str, tensor: &DeviceTensor) -> Result<(), DeviceError> {
+    let address = tensor.address();
+    if tensor.is_empty() || (address != 0 && address.is_multiple_of(TENSOR_ALIGN)) {
+        return Ok(());
+    }
+    Err(DeviceError::CudaMisaligned { what, address })
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            kind: if self.target.emulated { "cuda-emulated" } else { "cuda" },
+            kernel: self.kernels.path().name(),
+            threads: self.target.multiprocessors,
+            pool_bytes: self.pool.bytes(),
+            workspace_bytes: self.workspace.bytes(),
+            huge_pages: false,
+        }
+    }
+
+    fn plan_fingerprint(&self) -> u64 {
+        self.plan_fingerprint
+    }
+
+    /// The address in the GPU's memory, which the host cannot read.
+    fn base_ptr(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(
+            usize::try_from(self.pool.address()).unwrap_or_default(),
+        )
+    }
+
+    fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
+        let context = Arc::clone(&self.context);
+        self.append_from_host(&context.enter()?, args)
+    }
+
+    fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        self.attend_from_host(&context.enter()?, args)
+    }
+
+    fn append_device(&mut self, args: &DeviceAppend<'_>) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        check_tensor("k", &args.k)?;
+        check_tensor("v", &args.v)?;
+        let index = self.group_of(args.layout, args.layer)?;
+        let tokens = tables::checked_len(args.token_slots, self.max_tokens)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        if args.step == 0 || self.groups[index].slots_of != args.step {
+            self.upload_slots(&cx, index, args)?;
+        }
+        self.launch_append(&cx, args, &self.groups[index], 0, tokens)
+    }
+
+    fn attend_device(&mut self, args: &DeviceAttend<'_>) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        check_tensor("q", &args.q)?;
+        check_tensor("out", &args.out)?;
+        let index = self.group_of(args.layout, args.layer)?;
+        let row = u64::from(args.num_q_heads) * u64::from(args.layout.head_dim);
+        let rows = args.out.len() as u64 / row.max(1);
+        if args.step == 0 || self.groups[index].lists_of != args.step {
+            self.upload_lists(&cx, index, args, 0..tables::checked(rows, self.max_tokens)?)?;
+        }
+        if self.groups[index].lists.items == 0 {
+            return Ok(());
+        }
+        self.launch_attend(&cx, args, &self.groups[index], 0)
+    }
+
+    fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        let stream = Stream::foreign(stream.as_ptr());
+        cx.record(&self.handover, self.stream)?;
+        cx.order_behind(stream, &self.handover)?;
+        self.stream = stream;
+        Ok(())
+    }
+
+    fn synchronize(&mut self) -> Result<AppendCounts, DeviceError> {
+        let context = Arc::clone(&self.context);
+        self.read_counts(&context.enter()?)
+    }
+
+    fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {
+        let from = self.pool.range(src, len)?;
+        let to = self.pool.range(dst, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let cx = self.context.enter()?;
+        // SAFETY: both lie in the pool, and the caller's ranges do not overlap.
+        unsafe { cx.copy(to, from, len, self.stream) }
+    }
+
+    fn copy_tokens(
+        &mut self,
+        layout: &GroupLayout,
+        src_unit: u32,
+        dst_unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> Result<u64, DeviceError> {
+        let num_tokens = tokens.end.saturating_sub(tokens.start);
+        let inside = |unit: u32| unit < layout.units && tokens.end <= layout.unit_tokens;
+        if !(inside(src_unit) && inside(dst_unit)) {
+            let unit = src_unit.max(dst_unit);
+            let (offset, len) = (layout.unit(unit), layout.unit_bytes);
+            return Err(DeviceError::OutOfRange { offset, len, pool: self.pool.bytes() });
+        }
+        let group = self.group_of(layout, 0)?;
+        let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
+        let scale_bytes = u64::from(layout.scales_per_row * crate::plan::SCALE_BYTES);
+        let bytes = rows * u64::from(num_tokens) * (layout.row_bytes() + scale_bytes);
+        if bytes == 0 || src_unit == dst_unit {
+            return Ok(bytes);
+        }
+        let cx = self.context.enter()?;
+        let pair = [KvpoolCopyPair { src_unit, dst_unit, first_token: tokens.start, num_tokens }];
+        let pairs = self.workspace.address() + self.sizes.pair;
+        let stream = self.stream;
+        self.pair_ring.with(&cx, stream, |buffer| {
+            let pair = bytes_of(&pair);
+            buffer[..pair.len()].copy_from_slice(pair);
+            // SAFETY: a pinned buffer of the ring, and its place in the workspace.
+            unsafe { cx.upload(pairs, &buffer[..pair.len()], stream) }
+        })?;
+        let params = KvpoolCopyParams {
+            group: self.groups[group].params,
+            pool: self.pool.address(),
+            pairs,
+            num_pairs: 1,
+            reserved: 0,
+        };
+        // SAFETY: the kernel takes this struct; both units lie in the pool.
+        unsafe { cx.launch(self.kernels.copy_pair(bytes), &params, stream) }?;
+        Ok(bytes)
+    }
+
+    fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
+        let to = self.pool.range(offset, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let cx = self.context.enter()?;
+        // SAFETY: it lies in the pool.
+        unsafe { cx.fill(to, byte, len, self.stream) }
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
+        let from = self.pool.range(offset, out.len() as u64)?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        let cx = self.context.enter()?;
+        // SAFETY: it lies in the pool; `out` is borrowed until the copy is done, pinned or not.
+        unsafe { cx.download(out.as_mut_ptr(), from, out.len(), self.stream) }?;
+        cx.wait_for_stream(self.stream)
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        if let Ok(cx) = self.context.enter() {
+            // The memory is given back next. What failed before has been told by the call after.
+            let _ = cx.wait_for_stream(self.stream);
+            let _ = cx.wait_for_stream(self.own_stream.stream());
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! The CUDA device's fixed workspace: where everything beside the pool lies, in one device
+//! allocation and one of pinned host memory.
+//!
+//! The device carves both with the offsets of [`CudaWorkspace`] and allocates exactly its sums, so
+//! that the plan's numbers and the allocations cannot differ (P2). What a step's kernels read
+//! (token slots, sequences, block tables, work lists) has a fixed place for each group, so that a
+//! captured graph stays valid.
+
+use serde::Serialize;
+
+use super::{Plan, SPLIT_TOKENS};
+use crate::units::{Bytes, Overflow};
+
+/// Alignment of every part of the workspace, in bytes.
+const PART_ALIGN: u64 = 256;
+
+/// The most bytes that partial results of splits may take. Where a step would need more, its later
+/// sequences go through their splits one after the other, which gives the same bits.
+const MAX_PARTIALS_BYTES: u64 = 64 << 20;
+
+/// Bytes of a sequence, and of an item of work, as the kernels read them.
+pub const CUDA_SEQ_BYTES: u64 = 24;
+/// See [`CUDA_SEQ_BYTES`].
+pub const CUDA_ITEM_BYTES: u64 = 24;
+/// Bytes of a pair of units to copy.
+pub const CUDA_PAIR_BYTES: u64 = 16;
+/// Copies that can be on their way to the GPU at once.
+pub const CUDA_PAIR_SLOTS: u32 = 64;
+/// Tables of so many steps can be on their way to the GPU at once.
+const STEPS_AHEAD: u32 = 2;
+/// Pinned buffers for tensors that lie in host memory: one is filled while one is copied.
+pub const CUDA_TENSOR_SLOTS: u32 = 2;
+/// Bytes of tensors that go through them at a time, about.
+const TENSOR_SLOT_BYTES: u64 = 4 << 20;
+
+/// Where the tables of one group lie in the device's workspace, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CudaTables {
+    /// Token slots. `[max_batch_tokens]`, 8 bytes each
+    pub token_slots: u64,
+    /// Sequences of the step. `[seq_slots]`
+    pub seqs: u64,
+    /// Their blocks, packed. `[seq_slots, max_blocks_per_seq]`, 4 bytes each
+    pub tables: u64,
+    /// Items of attention. `[max_items]`
+    pub items: u64,
+    /// Items of the combination. `[max_tiles]`
+    pub combines: u64,
+}
+
+/// Sizes and offsets of the workspace.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CudaWorkspace {
+    /// `[num_groups]`
+    pub groups: Vec<CudaTables>,
+    /// Partial results. `[num_kv_heads, max_partials, head_dim]` f32
+    pub partial_acc: u64,
+    /// Their maxima and sums. `[num_kv_heads, max_partials, 2]` f32
+    pub partial_ml: u64,
+    /// What appends counted. `[2]`, 8 bytes each
+    pub counts: u64,
+    /// A pair of units to copy.
+    pub pair: u64,
+    /// Where tensors of host memory are put: K and V, or queries. `[tensor_rows, in_row_bytes]`
+    pub tensors_in: u64,
+    /// Results on their way to the host. `[tensor_rows, out_row_bytes]`
+    pub tensors_out: u64,
+    /// All of this.
+    pub device_bytes: Bytes,
+
+    /// Packed rows (a row and a query head of a KV head's group) of an item, at least.
+    pub item_rows: u32,
+    /// Items of a step that go through all splits, at most.
+    pub max_tiles: u32,
+    /// Items of a step, at most.
+    pub max_items: u32,
+    /// Places for partial results.
+    pub max_partials: u32,
+    /// Rows of tensors of host memory that are staged at a time.
+    pub tensor_rows: u32,
+    /// Bytes of a row that is staged in: K and V in f32, or queries.
+    pub in_row_bytes: u64,
+    /// Bytes of a row that is staged out: the result in f32, and the lse.
+    pub out_row_bytes: u64,
+
+    /// Pinned buffers for tables.
+    pub table_slots: u32,
+    /// Bytes of one of them.
+    pub table_slot_bytes: u64,
+    /// Bytes of a pinned buffer for tensors.
+    pub tensor_slot_bytes: u64,
+    /// All pinned host memory.
+    pub pinned_bytes: Bytes,
+}
+
+/// Takes parts one behind the other.
+struct Carver(Bytes);
+
+impl Carver {
+    /// The offset of a part of so many elements of so many bytes.
+    fn take(&mut self, count: u64, bytes: u64) -> Result<u64, Overflow> {
+        let at = self.0;
+        self.0 = at.try_add(Bytes(count).try_mul(bytes)?)?.align_up(PART_ALIGN)?;
+        Ok(at.get())
+    }
+}
+
+/// The least packed rows of an item, by `head_dim` (`KVPOOL_WIDE_ROWS` in `params.h`).
+const fn item_rows(head_dim: u32) -> u32 {
+    match head_dim {
+        0..=256 => 8,
+        _ => 2,
+    }
+}
+
+/// The number, or the largest u32, which no list that fits a GPU comes near to.
+fn clamp(number: u64) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+impl Plan {
+    /// The CUDA device's workspace for this plan.
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn cuda_workspace(&self) -> Result<CudaWorkspace, Overflow> {
+        let geometry = &self.geometry;
+        let tokens = u64::from(self.limits.max_batch_tokens);
+        let seqs = u64::from(self.seq_slots);
+        let (q_heads, kv_heads) =
+            (u64::from(geometry.num_q_heads), u64::from(geometry.num_kv_heads));
+        let head_dim = u64::from(geometry.head_dim);
+        let per_kv = u64::from(geometry.q_heads_per_kv_head());
+
+        let item_rows = item_rows(geometry.head_dim);
+        // A sequence's last item may be short.
+        let max_tiles = Bytes(tokens).try_mul(per_kv)?.get() / u64::from(item_rows) + seqs + 1;
+        let splits = u64::from(self.limits.max_seq_len.div_ceil(SPLIT_TOKENS));
+        let partial_bytes = Bytes(head_dim + 2).try_mul(4)?.try_mul(kv_heads)?.get();
+        let max_partials = if splits < 2 {
+            0
+        } else {
+            let all = Bytes(seqs.min(tokens)).try_mul(per_kv)?.try_mul(splits)?.get();
+            all.min(MAX_PARTIALS_BYTES / partial_bytes)
+        };
+        // An item of one split takes at least one place.
+        let max_items = max_tiles + max_partials;
+
+        let mut device = Carver(Bytes::ZERO);
+        let mut groups = Vec::with_capacity(self.groups.len());
+        let mut table_slot_bytes = 0;
+        for group in &self.groups {
+            let entries = Bytes(seqs).try_mul(u64::from(group.max_blocks_per_seq))?.get();
+            let from = device.take(tokens, 8)?;
+            let attend = device.0;
+            groups.push(CudaTables {
+                token_slots: from,
+                seqs: device.take(seqs, CUDA_SEQ_BYTES)?,
+                tables: device.take(entries, 4)?,
+                items: device.take(max_items, CUDA_ITEM_BYTES)?,
+                combines: device.take(max_tiles, CUDA_ITEM_BYTES)?,
+            });
+            // Token slots are uploaded by append, the rest by attend.
+            let larger = (attend.get() - from).max(device.0.get() - attend.get());
+            table_slot_bytes = larger.max(table_slot_bytes);
+        }
+        let in_row_bytes = q_heads.max(2 * kv_heads) * head_dim * 4;
+        let out_row_bytes = q_heads * (head_dim + 1) * 4;
+        let tensor_rows = (TENSOR_SLOT_BYTES / in_row_bytes.max(out_row_bytes)).clamp(1, tokens);
+        let workspace = CudaWorkspace {
+            groups,
+            partial_acc: device.take(max_partials * kv_heads, head_dim * 4)?,
+            partial_ml: device.take(max_partials * kv_heads, 8)?,
+            counts: device.take(2, 8)?,
+            pair: device.take(1, CUDA_PAIR_BYTES)?,
+            tensors_in: device.take(tensor_rows, in_row_bytes)?,
+            tensors_out: device.take(tensor_rows, out_row_bytes)?,
+            device_bytes: device.0,
+            item_rows,
+            max_tiles: clamp(max_tiles),
+            max_items: clamp(max_items),
+            max_partials: clamp(max_partials),
+            tensor_rows: clamp(tensor_rows),
+            in_row_bytes,
+            out_row_bytes,
+            // Token slots and the rest, of every group.
+            table_slots: clamp(self.groups.len() as u64 * 2 * u64::from(STEPS_AHEAD)),
+            table_slot_bytes,
+            tensor_slot_bytes: Bytes(tensor_rows)
+                .try_mul(in_row_bytes.max(out_row_bytes))?
+                .align_up(PART_ALIGN)?
+                .get(),
+            pinned_bytes: Bytes::ZERO,
+        };
+        let pinned =
+            workspace.rings().into_iter().try_fold(Bytes::ZERO, |sum, (slots, bytes)| {
+                sum.try_add(Bytes(bytes).try_mul(slots.into())?)
+            })?;
+        Ok(CudaWorkspace { pinned_bytes: pinned, ..workspace })
+    }
+}
+
+impl CudaWorkspace {
+    /// The rings of pinned buffers, for tables, pairs and tensors: how many, and of how many bytes.
+    #[must_use]
+    pub fn rings(&self) -> [(u32, u64); 3] {
+        [
+            (self.table_slots, self.table_slot_bytes),
+            (CUDA_PAIR_SLOTS, PART_ALIGN),
+            (CUDA_TENSOR_SLOTS, self.tensor_slot_bytes),
+        ]
+    }
+
+    /// The parts of the device's workspace, as named sizes that add up to it.
+    #[must_use]
+    pub fn terms(&self) -> [(&'static str, Bytes); 3] {
+        let tables = self.partial_acc;
+        let partials = self.counts - self.partial_acc;
+        [
+            ("token slots, block tables and work lists of a step", Bytes(tables)),
+            ("partial results of splits", Bytes(partials)),
+            ("tensors from and to host memory", Bytes(self.device_bytes.get() - self.counts)),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::parse;
+
+    fn plan(max_seq_len: u32, max_batch_tokens: u32) -> Plan {
+        let toml = format!(
+            "model = {{ preset = 'llama-3-8b' }}
+             limits = {{ max_seqs = 64, max_seq_len = {max_seq_len}, max_batch_tokens = {max_batch_tokens} }}
+             cache = {{ mode = 'paged', format = 'f16', tokens_per_block = 16 }}
+             pool = {{ capacity = 'tokens:100000' }}"
+        );
+        let source = parse(&toml, Path::new("cuda"), &[]).expect("a valid configuration");
+        Plan::new(&source.config, &source.geometry).expect("a plan")
+    }
+
+    #[test]
+    fn parts_follow_one_another_and_add_up() {
+        let workspace = plan(32_768, 8192).cuda_workspace().expect("fits");
+        let [group] = workspace.groups[..] else { panic!("one group") };
+        let at = [
+            group.token_slots,
+            group.seqs,
+            group.tables,
+            group.items,
+            group.combines,
+            workspace.partial_acc,
+            workspace.partial_ml,
+            workspace.counts,
+            workspace.pair,
+            workspace.tensors_in,
+            workspace.tensors_out,
+            workspace.device_bytes.get(),
+        ];
+        assert!(at.is_sorted_by(|a, b| a < b), "{at:?}");
+        assert!(at.iter().all(|at| at.is_multiple_of(PART_ALIGN)), "{at:?}");
+        assert_eq!(group.tables - group.seqs, 64 * CUDA_SEQ_BYTES);
+        assert_eq!(group.items - group.tables, 64 * 2048 * 4);
+        let sum: u64 = workspace.terms().iter().map(|(_, bytes)| bytes.get()).sum();
+        assert_eq!(sum, workspace.device_bytes.get());
+        // 64 sequences, 4 query heads a KV head, 64 splits of 8 KV heads.
+        assert_eq!(workspace.max_partials, 64 * 4 * 64);
+        assert!(workspace.tensor_slot_bytes <= TENSOR_SLOT_BYTES);
+    }
+
+    #[test]
+    fn partial_results_are_limited_and_short_sequences_have_none() {
+        let long = plan(1 << 20, 8192).cuda_workspace().expect("fits");
+        let bytes = u64::from(long.max_partials) * 8 * (128 + 2) * 4;
+        assert!(bytes <= MAX_PARTIALS_BYTES && bytes > MAX_PARTIALS_BYTES / 2, "{bytes}");
+        let short = plan(512, 64).cuda_workspace().expect("fits");
+        assert_eq!(short.max_partials, 0);
+        assert_eq!(short.partial_acc, short.counts);
+    }
+
+    #[test]
+    fn every_row_of_a_step_has_its_item() {
+        let workspace = plan(4096, 1000).cuda_workspace().expect("fits");
+        // The worst: 64 sequences, each with a last item of one packed row.
+        let packed = 1000 * 4;
+        assert!(workspace.max_tiles >= packed / workspace.item_rows + 64);
+        assert!(workspace.max_items >= workspace.max_tiles + workspace.max_partials);
+    }
+}
