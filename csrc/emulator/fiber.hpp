@@ -56,6 +56,13 @@ struct Fiber {
 // that faults.
 class Stacks {
 public:
+    Stacks() = default;
+    ~Stacks() {
+        for (size_t i = 0; i < count_; ++i) munmap(stacks_[i] - GUARD_BYTES, GUARD_BYTES + STACK_BYTES);
+    }
+    Stacks(const Stacks&) = delete;
+    Stacks& operator=(const Stacks&) = delete;
+
     // The stack of fiber `index`, and those before it.
     char* at(size_t index) {
         while (count_ <= index) grow();
