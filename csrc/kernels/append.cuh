@@ -62,9 +62,15 @@ KV_DEVICE void store_octet(uint64_t at, const float (&x)[8]) {
 struct Spread {
     uint32_t octets;  // of a vector
     uint32_t lanes;   // a power of two
+    uint32_t steps;   // octets of a lane, at most
     uint32_t lane;
-    KV_DEVICE bool has(int step) const { return lane + step * lanes < octets; }
-    KV_DEVICE uint32_t octet(int step) const { return lane + step * lanes; }
+    KV_DEVICE explicit Spread(uint32_t head_dim) : octets(head_dim / 8), lanes(1) {
+        while (lanes < octets && lanes < dev::WARP) {
+            lanes *= 2;
+        }
+        steps = (octets + lanes - 1) / lanes;
+        lane = dev::lane_index() % lanes;
+    }
 };
 
 // Rotates one octet of a K vector. row: the vector's first byte; cos, sin: this position's. [rope_dims / 2]
@@ -121,179 +127,191 @@ KV_DEVICE uint32_t max_over(uint32_t value, uint32_t lanes) {
     return value;
 }
 
-// Quantises a vector and stores bytes and scales. row, scales: where they go.
-template <int STEPS>
-KV_DEVICE void store_int8(const KvpoolAppendParams& p, const Spread& spread, bool live, uint64_t row,
-                          uint64_t scales, float static_scale, const float (&x)[STEPS][8],
-                          uint32_t& nonfinite, uint32_t& saturated) {
-    const uint32_t kind = p.group.scale;
-    const float limit = Q_MAX * static_scale;
-    uint32_t amax[STEPS];
-    uint32_t amax_all = 0;
-    KV_UNROLL
-    for (int step = 0; step < STEPS; ++step) {
-        amax[step] = 0;
-        if (live && spread.has(step)) {
-            KV_UNROLL
-            for (int i = 0; i < 8; ++i) {
-                // Magnitudes are ordered as their bits are.
-                const uint32_t bits = dev::f32_to_bits(x[step][i]) & 0x7FFFFFFFu;
-                const bool finite = bits < INFINITY_BITS;
-                nonfinite += finite ? 0 : 1;
-                amax[step] = finite && bits > amax[step] ? bits : amax[step];
-                const bool beyond = finite && dev::bits_to_f32(bits) > limit;
-                saturated += kind == KVPOOL_SCALE_PER_TENSOR && beyond ? 1 : 0;
-            }
-        }
-        amax_all = amax[step] > amax_all ? amax[step] : amax_all;
+// One vector on its way: where it comes from and where it goes.
+struct Vector {
+    bool live;        // whether this lane has one at all; it takes part in shuffles anyway
+    bool rotated;     // K, with RoPE
+    float static_scale;
+    uint32_t position;
+    uint64_t from;    // [head_dim] of Src
+    uint64_t row;
+    uint64_t scales;
+};
+
+template <class Src>
+KV_DEVICE void load_rotated(const KvpoolAppendParams& p, const Vector& vector, uint32_t octet, float (&x)[8]) {
+    load_octet<Src>(vector.from + octet * (SAME<Src, F32> ? 32 : 16), x);
+    if (vector.rotated) {
+        rotate<Src>(p, vector.from, octet, vector.position, x);
     }
-    // Shuffles are for all lanes of the warp, so the branch is of the whole launch.
-    if (kind == KVPOOL_SCALE_PER_TOKEN_HEAD) {
-        amax_all = max_over(amax_all, spread.lanes);
-    } else if (kind == KVPOOL_SCALE_PER_GROUP_32) {
+}
+
+// The largest finite magnitude, as bits: magnitudes are ordered as their bits are.
+KV_DEVICE uint32_t largest_bits(const float (&x)[8]) {
+    uint32_t amax = 0;
+    KV_UNROLL
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t bits = dev::f32_to_bits(x[i]) & 0x7FFFFFFFu;
+        amax = bits < INFINITY_BITS && bits > amax ? bits : amax;
+    }
+    return amax;
+}
+
+// Elements that are not finite, and finite ones beyond a static scale's range.
+struct Counts {
+    uint32_t nonfinite = 0;
+    uint32_t saturated = 0;
+    KV_DEVICE void add(const float (&x)[8], float limit) {
         KV_UNROLL
-        for (int step = 0; step < STEPS; ++step) {
-            amax[step] = max_over(amax[step], KVPOOL_SCALE_GROUP / 8);
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t bits = dev::f32_to_bits(x[i]) & 0x7FFFFFFFu;
+            const bool finite = bits < INFINITY_BITS;
+            nonfinite += finite ? 0 : 1;
+            saturated += finite && dev::bits_to_f32(bits) > limit ? 1 : 0;
         }
     }
-    KV_UNROLL
-    for (int step = 0; step < STEPS; ++step) {
-        if (!live || !spread.has(step)) {
+};
+
+// Quantises a vector and stores bytes and scales. Which scales there are is the same for the whole launch, so
+// all lanes of the warp come to the same shuffles.
+template <class Src>
+KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector, Counts& counts) {
+    const uint32_t kind = p.group.scale;
+    float x[8] = {};
+    uint32_t amax = 0;
+    if (kind == KVPOOL_SCALE_PER_TOKEN_HEAD) {
+        KV_UNROLL_BY(1)
+        for (uint32_t octet = spread.lane; vector.live && octet < spread.octets; octet += spread.lanes) {
+            load_rotated<Src>(p, vector, octet, x);
+            const uint32_t bits = largest_bits(x);
+            amax = bits > amax ? bits : amax;
+        }
+        amax = max_over(amax, spread.lanes);
+    }
+    // What one lane holds in one piece is not read again.
+    const bool held = kind == KVPOOL_SCALE_PER_TOKEN_HEAD && spread.steps == 1;
+    KV_UNROLL_BY(1)
+    for (uint32_t step = 0; step < spread.steps; ++step) {
+        const uint32_t octet = spread.lane + step * spread.lanes;
+        const bool has = vector.live && octet < spread.octets;
+        if (has && !held) {
+            load_rotated<Src>(p, vector, octet, x);
+        }
+        if (kind == KVPOOL_SCALE_PER_GROUP_32) {
+            amax = max_over(has ? largest_bits(x) : 0, KVPOOL_SCALE_GROUP / 8);
+        }
+        if (!has) {
             continue;
         }
-        const uint32_t octet = spread.octet(step);
-        float scale = static_scale;
-        if (kind != KVPOOL_SCALE_PER_TENSOR) {
-            const bool groups = kind == KVPOOL_SCALE_PER_GROUP_32;
-            const float largest = dev::bits_to_f32(groups ? amax[step] : amax_all);
-            const uint16_t stored = scale_round_up(largest / Q_MAX);
+        float scale = vector.static_scale;
+        float limit = F32_MAX;
+        if (kind == KVPOOL_SCALE_PER_TENSOR) {
+            limit = Q_MAX * scale;
+        } else {
+            const uint16_t stored = scale_round_up(dev::bits_to_f32(amax) / Q_MAX);
             scale = scale_to_f32(stored);
-            const uint32_t which = groups ? octet / 4 : 0;
+            const bool groups = kind == KVPOOL_SCALE_PER_GROUP_32;
             if (groups ? octet % 4 == 0 : octet == 0) {
-                dev::store_global(dev::at_address<uint16_t>(scales + which * KVPOOL_SCALE_BYTES), stored);
+                const uint64_t which = groups ? octet / 4 : 0;
+                dev::store_global(dev::at_address<uint16_t>(vector.scales) + which, stored);
             }
         }
+        counts.add(x, limit);
         dev::Bytes8 raw = {{0, 0}};
         if (scale != 0.0f) {
             KV_UNROLL
             for (int i = 0; i < 8; ++i) {
-                raw.word[i / 4] |= quantize(x[step][i], scale) << (8 * (i % 4));
+                raw.word[i / 4] |= quantize(x[i], scale) << (8 * (i % 4));
             }
         }
-        dev::store_global(dev::at_address<dev::Bytes8>(row + octet * 8), raw);
+        dev::store_global(dev::at_address<dev::Bytes8>(vector.row) + octet, raw);
     }
 }
 
-// STEPS: octets of a lane, at most.
-template <class Src, class Fmt, int STEPS>
-KV_DEVICE void append_rows(const KvpoolAppendParams& p) {
-    constexpr uint32_t SRC_BYTES = SAME<Src, F32> ? 4 : 2;
-    const KvpoolKvGroup& group = p.group;
-    const uint32_t heads = group.num_kv_heads;
-    const uint32_t num_tokens =
-        p.num_tokens_at == 0 ? p.num_tokens
-                             : dev::load_readonly(dev::at_address<const uint32_t>(p.num_tokens_at));
-    const uint32_t warps = dev::block_dim_x() / dev::WARP * dev::grid_dim_x();
-    const uint32_t warp = dev::block_x() * (dev::block_dim_x() / dev::WARP) + dev::warp_index();
-
-    Spread spread;
-    spread.octets = group.head_dim / 8;
-    spread.lanes = 1;
-    while (spread.lanes < spread.octets && spread.lanes < dev::WARP) {
-        spread.lanes *= 2;
+// Stores a vector of another format than INT8.
+template <class Src, class Fmt>
+KV_DEVICE void append_float(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector) {
+    if (!vector.live) {
+        return;
     }
-    spread.lane = dev::lane_index() % spread.lanes;
-    const uint32_t at_once = dev::WARP / spread.lanes;  // vectors of a warp
-    const uint32_t own = dev::lane_index() / spread.lanes;
-    const uint32_t octet_bytes = 8 * group.element_bytes;
-    uint32_t nonfinite = 0, saturated = 0;
-
+    if (SAME<Src, Fmt> && !vector.rotated) {
+        // Nothing to convert: NaN keep their bits.
+        copy_vector(vector.row, vector.from, p.group.row_bytes, spread);
+        return;
+    }
     KV_UNROLL_BY(1)
-    for (uint64_t work = warp; work < 2ull * num_tokens; work += warps) {
-        const bool is_v = work >= num_tokens;
-        const uint64_t token = is_v ? work - num_tokens : work;
-        // One lane reads it for all: it counts beside short vectors.
-        uint64_t slot = 0;
-        uint32_t position = 0;
-        if (dev::lane_index() == 0) {
-            slot = dev::load_readonly(dev::at_address<const uint64_t>(p.token_slots + token * 8));
-            if (p.rope != KVPOOL_ROPE_NONE && !is_v) {
-                position = dev::load_readonly(dev::at_address<const uint32_t>(p.positions + token * 4));
-            }
-        }
-        slot = dev::shuffle(slot, 0);
-        position = dev::shuffle(position, 0);
-        const Place place = {static_cast<uint32_t>(slot / group.unit_tokens),
-                             static_cast<uint32_t>(slot % group.unit_tokens)};
-        const uint64_t tensor = is_v ? p.v : p.k;
-        const uint64_t token_bytes = static_cast<uint64_t>(heads) * group.head_dim * SRC_BYTES;
-        const uint64_t from = tensor + token * token_bytes;
-
-        // Loads of two vectors are under way at once, where there are registers for it.
-        KV_UNROLL_BY((STEPS == 1 ? 2 : 1))
-        for (uint32_t first = 0; first < heads; first += at_once) {
-            const uint32_t head = first + own;
-            const bool live = head < heads;
-            const HeadRows rows(group, p.pool, p.layer, live ? head : 0);
-            const uint64_t row_from = from + static_cast<uint64_t>(head) * group.head_dim * SRC_BYTES;
-            const uint64_t row = rows.row(place) + (is_v ? rows.to_v : 0);
-            if constexpr (SAME<Src, Fmt>) {
-                if (p.rope == KVPOOL_ROPE_NONE || is_v) {
-                    // Nothing to convert: NaN keep their bits.
-                    if (live) {
-                        copy_vector(row, row_from, group.row_bytes, spread);
-                    }
-                    continue;
-                }
-            }
-            float x[STEPS][8];
-            KV_UNROLL
-            for (int step = 0; step < STEPS; ++step) {
-                if (live && spread.has(step)) {
-                    const uint32_t octet = spread.octet(step);
-                    load_octet<Src>(row_from + octet * 8 * SRC_BYTES, x[step]);
-                    if (p.rope != KVPOOL_ROPE_NONE && !is_v) {
-                        rotate<Src>(p, row_from, octet, position, x[step]);
-                    }
-                }
-            }
-            if constexpr (SAME<Fmt, Int8>) {
-                const uint64_t scales = rows.scale(place) + (is_v ? rows.scales_to_v : 0);
-                const float static_scale = is_v ? p.v_scale : p.k_scale;
-                store_int8(p, spread, live, row, scales, static_scale, x, nonfinite, saturated);
-            } else {
-                KV_UNROLL
-                for (int step = 0; step < STEPS; ++step) {
-                    if (live && spread.has(step)) {
-                        store_octet<Fmt>(row + spread.octet(step) * octet_bytes, x[step]);
-                    }
-                }
-            }
-        }
+    for (uint32_t octet = spread.lane; octet < spread.octets; octet += spread.lanes) {
+        float x[8];
+        load_rotated<Src>(p, vector, octet, x);
+        store_octet<Fmt>(vector.row + octet * 8 * Fmt::BYTES, x);
     }
+}
 
-    if constexpr (SAME<Fmt, Int8>) {
-        KV_UNROLL
-        for (uint32_t mask = 16; mask > 0; mask /= 2) {
-            nonfinite += dev::shuffle_xor(nonfinite, mask);
-            saturated += dev::shuffle_xor(saturated, mask);
-        }
-        if (dev::lane_index() == 0 && nonfinite != 0) {
-            dev::atomic_add(dev::at_address<uint64_t>(p.counts), static_cast<uint64_t>(nonfinite));
-        }
-        if (dev::lane_index() == 0 && saturated != 0) {
-            dev::atomic_add(dev::at_address<uint64_t>(p.counts + 8), static_cast<uint64_t>(saturated));
-        }
+// The sums over the warp, added to the launch's.
+KV_DEVICE void add_counts(const KvpoolAppendParams& p, Counts counts) {
+    KV_UNROLL
+    for (uint32_t mask = 16; mask > 0; mask /= 2) {
+        counts.nonfinite += dev::shuffle_xor(counts.nonfinite, mask);
+        counts.saturated += dev::shuffle_xor(counts.saturated, mask);
+    }
+    if (dev::lane_index() == 0 && counts.nonfinite != 0) {
+        dev::atomic_add(dev::at_address<uint64_t>(p.counts), static_cast<uint64_t>(counts.nonfinite));
+    }
+    if (dev::lane_index() == 0 && counts.saturated != 0) {
+        dev::atomic_add(dev::at_address<uint64_t>(p.counts + 8), static_cast<uint64_t>(counts.saturated));
     }
 }
 
 // Stores K and V of a step in one layer. Any grid; blocks of whole warps.
 template <class Src, class Fmt>
 KV_DEVICE void append(const KvpoolAppendParams& p) {
-    if (p.group.head_dim <= 8 * dev::WARP) {
-        append_rows<Src, Fmt, 1>(p);
-    } else {
-        append_rows<Src, Fmt, 4>(p);
+    const KvpoolKvGroup& group = p.group;
+    const uint32_t heads = group.num_kv_heads;
+    const uint32_t num_tokens = count_at(p.num_tokens_at, p.num_tokens);
+    const uint32_t warps = dev::block_dim_x() / dev::WARP * dev::grid_dim_x();
+    const uint32_t warp = dev::block_x() * (dev::block_dim_x() / dev::WARP) + dev::warp_index();
+    const Spread spread(group.head_dim);
+    const uint32_t at_once = dev::WARP / spread.lanes;  // vectors of a warp
+    const uint64_t vector_bytes = static_cast<uint64_t>(group.head_dim) * (SAME<Src, F32> ? 4 : 2);
+    Counts counts;
+
+    KV_UNROLL_BY(1)
+    for (uint64_t work = warp; work < 2ull * num_tokens; work += warps) {
+        const bool is_v = work >= num_tokens;
+        const uint64_t token = is_v ? work - num_tokens : work;
+        Vector vector;
+        vector.rotated = p.rope != KVPOOL_ROPE_NONE && !is_v;
+        vector.static_scale = is_v ? p.v_scale : p.k_scale;
+        // One lane reads for all: this counts beside short vectors.
+        uint64_t slot = 0;
+        vector.position = 0;
+        if (dev::lane_index() == 0) {
+            slot = dev::load_readonly(dev::at_address<const uint64_t>(p.token_slots) + token);
+            if (vector.rotated) {
+                vector.position = dev::load_readonly(dev::at_address<const uint32_t>(p.positions) + token);
+            }
+        }
+        slot = dev::shuffle(slot, 0);
+        vector.position = dev::shuffle(vector.position, 0);
+        const Place place = {static_cast<uint32_t>(slot / group.unit_tokens),
+                             static_cast<uint32_t>(slot % group.unit_tokens)};
+        KV_UNROLL_BY(1)
+        for (uint32_t first = 0; first < heads; first += at_once) {
+            const uint32_t head = first + dev::lane_index() / spread.lanes;
+            vector.live = head < heads;
+            const HeadRows rows(group, p.pool, p.layer, vector.live ? head : 0);
+            vector.from = (is_v ? p.v : p.k) + (token * heads + head) * vector_bytes;
+            vector.row = rows.row(place) + (is_v ? rows.to_v : 0);
+            vector.scales = rows.scale(place) + (is_v ? rows.scales_to_v : 0);
+            if constexpr (SAME<Fmt, Int8>) {
+                append_int8<Src>(p, spread, vector, counts);
+            } else {
+                append_float<Src, Fmt>(p, spread, vector);
+            }
+        }
+    }
+    if constexpr (SAME<Fmt, Int8>) {
+        add_counts(p, counts);
     }
 }
 

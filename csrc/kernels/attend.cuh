@@ -60,10 +60,6 @@ KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index) {
     return rows;
 }
 
-KV_DEVICE uint32_t count_at(uint64_t address, uint32_t otherwise) {
-    return address == 0 ? otherwise : dev::load_readonly(dev::at_address<const uint32_t>(address));
-}
-
 // The state of some keys for one row: the largest score and the sum of the weights.
 struct MaxSum {
     float max;

@@ -14,342 +14,62 @@
 // and so is Q unless it has the halves' own type, so that what remains are errors of f32.
 #pragma once
 
-#include "attend.cuh"
-#include "fragments.cuh"
+#include "tensor_tiles.cuh"
 
 namespace kvpool {
 
 // D: the largest head_dim, 64, 128 or 256. M: 16 packed rows each.
 template <class Fmt, int D, int M>
-struct TensorAttend {
-    static constexpr int ROWS = 16 * M;
-    static constexpr int TILE = KVPOOL_TENSOR_TILE(D);
-    static constexpr int WARPS = 4;
-    static constexpr int THREADS = WARPS * dev::WARP;
-    static constexpr int KEYS = TILE / WARPS;      // of a warp, for the scores
-    static constexpr int KEY_TILES = KEYS / 8;
-    static constexpr int DIMS = D / WARPS;         // of a warp, for the values
-    static constexpr int CHUNKS = DIMS / 16;       // 16 dims, two n-tiles
-    static constexpr bool INT8 = Fmt::FORMAT == KVPOOL_FORMAT_INT8;
-    static constexpr bool GROUPS = SAME<Fmt, Int8Groups>;
-    static constexpr bool Q_BF16 = SAME<Fmt, Bf16>;
-    static constexpr bool V_BF16 = !SAME<Fmt, F16>;
-    static constexpr int ROW_BYTES = D * Fmt::BYTES;
-    static constexpr int ROW_CHUNKS = ROW_BYTES / 16;
-    static constexpr int COPIES = TILE * ROW_CHUNKS / THREADS;  // of a thread, for K or V
-    static constexpr int SCALES = GROUPS ? D / 32 : 1;          // of a vector
-    static constexpr int SCALE_LOADS = (2 * TILE * SCALES + THREADS - 1) / THREADS;
-    static constexpr int STAGE_BYTES = TILE * ROW_BYTES;
-    static constexpr int Q_ROW = D * 2;            // bytes
-    static constexpr int WEIGHT_ROW = TILE + 8;    // floats: four rows lie in different banks
+struct TensorAttend : TensorTiles<Fmt, D, M> {
+    using Base = TensorTiles<Fmt, D, M>;
+    using Base::ROWS;
+    using Base::TILE;
+    using Base::WARPS;
+    using Base::KEYS;
+    using Base::KEY_TILES;
+    using Base::DIMS;
+    using Base::CHUNKS;
+    using Base::INT8;
+    using Base::GROUPS;
+    using Base::SCALE_LOADS;
+    using Base::STAGE_BYTES;
+    using Base::SCALES;
+    using Base::WEIGHT_ROW;
+    using Base::p;
+    using Base::rows;
+    using Base::kv_head;
+    using Base::head_dim;
+    using Base::warp;
+    using Base::lane;
+    using Base::g;
+    using Base::t;
+    using Base::k_tiles;
+    using Base::v_tiles;
+    using Base::weights;
+    using Base::scales;
+    using Base::maxima;
+    using Base::sums;
+    using Base::q_factor;
+    using Base::units;
+    using Base::row_position;
+    using Base::load_queries;
+    using Base::fetch_scales;
+    using Base::place_scales;
+    using Base::weight_fragments;
+    using Base::value_fragments;
+    using Base::has_chunk;
+    using Base::products;
+    using Base::each_quad;
 
-    const KvpoolAttendParams& p;
-    Rows rows;
-    uint32_t kv_head;
-    uint32_t head_dim;
-    uint32_t dims;   // head_dim in whole products of scores
-    bool q_has_low;
-    uint32_t warp, lane, g, t;
-    // Shared memory.
-    unsigned char* k_tiles;  // [2][TILE][ROW_BYTES]
-    unsigned char* v_tiles;  // [2][TILE][ROW_BYTES]
-    unsigned char* q_high;   // [ROWS][Q_ROW]
-    unsigned char* q_low;    // [ROWS][Q_ROW]
-    float* weights;          // [ROWS][WEIGHT_ROW]
-    float* stage_scales;     // [2][K, V][SCALES][TILE]; INT8
-    float* maxima;           // [WARPS][ROWS]
-    float* sums;             // [WARPS][ROWS]
-    float* q_factor;         // [ROWS]
-    uint32_t* units;         // [SPLIT_TOKENS]
-
-    const float* scales;     // of the tile that is computed: [K, V][SCALES][TILE]
-
-    // Rows g and g + 8 of each 16 of a lane, for the masks.
-    uint32_t row_position[M][2];
     // The state of the split. Two n-tiles of a chunk: acc[m][2 * chunk] and the next.
     float acc[M][2 * CHUNKS][4];
     float max[M][2];
     float sum[M][2];  // of this lane's columns
+    bool has_queries;  // of the item
 
-    KV_DEVICE TensorAttend(const KvpoolAttendParams& params) : p(params) {
-        kv_head = dev::block_y();
-        head_dim = p.group.head_dim;
-        constexpr uint32_t STEP = INT8 ? 32 : 16;
-        dims = (head_dim + STEP - 1) / STEP * STEP;
-        q_has_low = p.q_dtype != (Q_BF16 ? KVPOOL_DTYPE_BF16 : KVPOOL_DTYPE_F16);
-        warp = dev::warp_index();
-        lane = dev::lane_index();
-        g = lane / 4;
-        t = lane % 4;
-        unsigned char* memory = dev::dynamic_shared();
-        k_tiles = memory;
-        v_tiles = k_tiles + 2 * STAGE_BYTES;
-        q_high = v_tiles + 2 * STAGE_BYTES;
-        q_low = q_high + ROWS * Q_ROW;
-        weights = reinterpret_cast<float*>(q_low + ROWS * Q_ROW);
-        stage_scales = weights + ROWS * WEIGHT_ROW;
-        scales = stage_scales;
-        maxima = stage_scales + 2 * 2 * SCALES * TILE;
-        sums = maxima + WARPS * ROWS;
-        q_factor = sums + WARPS * ROWS;
-        units = reinterpret_cast<uint32_t*>(q_factor + ROWS);
-    }
-
-    // ---- Queries ----
-
-    // Places four elements of Q, as halves and what these leave out.
-    KV_DEVICE void place_queries(uint32_t row, uint32_t dim, const float (&x)[4]) {
-        KV_UNROLL
-        for (int pair = 0; pair < 2; ++pair) {
-            uint32_t high, low;
-            split_halves<Q_BF16>(x[2 * pair], x[2 * pair + 1], high, low);
-            const uint32_t column = query_column<Fmt>(dim + 2 * pair);
-            const uint32_t at = row * Q_ROW + swizzle<Q_ROW>(row, column / 8) * 16 + column % 8 * 2;
-            dev::store_shared(reinterpret_cast<uint32_t*>(q_high + at), high);
-            dev::store_shared(reinterpret_cast<uint32_t*>(q_low + at), low);
-        }
-    }
-
-    // Fills in Q, a warp for each row in turn. For f16 a row is scaled by a power of two, so that no
-    // element overflows and small ones keep their bits.
-    KV_DEVICE void load_queries() {
-        constexpr int QUADS = D > 128 ? D / 128 : 1;
-        for (uint32_t row = warp; row < ROWS; row += WARPS) {
-            const bool live = row < rows.item.count;
-            float x[QUADS][4];
-            uint32_t amax = 0;
-            KV_UNROLL
-            for (int quad = 0; quad < QUADS; ++quad) {
-                const uint32_t dim = 4 * (lane + 32 * quad);
-                KV_UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    x[quad][j] = 0.0f;
-                }
-                if (live && dim < head_dim) {
-                    const uint64_t head = rows.tensor_head(row, kv_head, p.group.num_kv_heads);
-                    load_tensor_quad(p.q, head * head_dim + dim, p.q_dtype, x[quad]);
-                }
-                KV_UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    const uint32_t bits = dev::f32_to_bits(x[quad][j]) & 0x7FFFFFFFu;
-                    amax = bits < INFINITY_BITS && bits > amax ? bits : amax;
-                }
-            }
-            KV_UNROLL
-            for (uint32_t mask = 16; mask > 0; mask /= 2) {
-                const uint32_t other = dev::shuffle_xor(amax, mask);
-                amax = other > amax ? other : amax;
-            }
-            // The largest element becomes 2^13 and more: far from overflow, and what is 2^-24 of it still a half.
-            int32_t shift = 0;
-            if (!Q_BF16 && q_has_low && amax != 0) {
-                shift = 140 - static_cast<int32_t>(amax >> 23);
-                shift = shift > 100 ? 100 : shift < -100 ? -100 : shift;
-            }
-            const float factor = dev::bits_to_f32(static_cast<uint32_t>(127 + shift) << 23);
-            const float back = dev::bits_to_f32(static_cast<uint32_t>(127 - shift) << 23);
-            KV_UNROLL
-            for (int quad = 0; quad < QUADS; ++quad) {
-                const uint32_t dim = 4 * (lane + 32 * quad);
-                KV_UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    x[quad][j] *= factor;
-                }
-                if (dim < D) {
-                    place_queries(row, dim, x[quad]);
-                }
-            }
-            if (lane == 0) {
-                q_factor[row] = p.softmax_scale * LOG2_E * back;
-            }
-        }
-        KV_UNROLL
-        for (int m = 0; m < M; ++m) {
-            KV_UNROLL
-            for (int half = 0; half < 2; ++half) {
-                // Rows beyond the item's see what its last one sees, and go nowhere.
-                const uint32_t row = 16 * m + 8 * half + g;
-                const uint32_t last = rows.item.count - 1;
-                row_position[m][half] = rows.position(row < last ? row : last);
-            }
-        }
-    }
-
-    // ---- Tiles ----
-
-    // Asks for K or V of the tile that begins at `first`. The keys from `stop` on are of the next split.
-    template <bool IS_V, class View>
-    KV_DEVICE void fetch(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage) {
-        const Visible all = rows.seen();
-        unsigned char* tile = (IS_V ? v_tiles : k_tiles) + stage * STAGE_BYTES;
-        const uint32_t chunk = dev::thread_x() % ROW_CHUNKS;
-        KV_UNROLL
-        for (int i = 0; i < COPIES; ++i) {
-            const uint32_t key = dev::thread_x() / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
-            const uint32_t position = first + key;
-            const bool seen = position < stop && (position >= all.from || position < all.sinks);
-            uint64_t from = p.pool;
-            uint32_t bytes = 0;
-            if (seen && chunk * 16 < at.row_bytes) {
-                from = at.row(view.place(position)) + (IS_V ? at.to_v : 0) + chunk * 16;
-                bytes = 16;
-            }
-            const uint32_t place = INT8 && !IS_V ? swizzle_pairs<ROW_BYTES>(key, chunk)
-                                                 : swizzle<ROW_BYTES>(key, chunk);
-            dev::cp_async_16_or_zero(tile + key * ROW_BYTES + place * 16, dev::at_address<const void>(from), bytes);
-        }
-        dev::cp_async_commit();
-    }
-
-    // Asks for the scales of a tile. They come through registers, since runs of scales are short.
-    template <class View>
-    KV_DEVICE void fetch_scales(const View& view, const HeadRows& at, uint32_t first, uint32_t stop,
-                                float (&fetched)[SCALE_LOADS]) const {
-        if constexpr (INT8) {
-            const Visible all = rows.seen();
-            const uint32_t per_row = p.group.scales_per_row;
-            const uint32_t per_kind = TILE * (GROUPS ? per_row : 1);
-            KV_UNROLL
-            for (int i = 0; i < SCALE_LOADS; ++i) {
-                const uint32_t index = i * THREADS + dev::thread_x();
-                const bool is_v = index >= per_kind;
-                const uint32_t rest = is_v ? index - per_kind : index;
-                const uint32_t position = first + (GROUPS ? rest / per_row : rest);
-                const bool seen = position < stop && (position >= all.from || position < all.sinks);
-                fetched[i] = is_v ? p.v_scale : p.k_scale;
-                if (per_row > 0 && index < 2 * per_kind) {
-                    fetched[i] = 0.0f;
-                    if (seen) {
-                        const uint64_t from = at.scale(view.place(position)) + (is_v ? at.scales_to_v : 0) +
-                                              (GROUPS ? rest % per_row * KVPOOL_SCALE_BYTES : 0);
-                        fetched[i] = scale_to_f32(dev::load_once(dev::at_address<const uint16_t>(from)));
-                    }
-                }
-            }
-        }
-    }
-    KV_DEVICE void place_scales(const float (&fetched)[SCALE_LOADS], uint32_t stage) {
-        if constexpr (INT8) {
-            float* to = stage_scales + stage * 2 * SCALES * TILE;
-            scales = to;
-            const uint32_t per_row = GROUPS ? p.group.scales_per_row : 1;
-            const uint32_t per_kind = TILE * per_row;
-            KV_UNROLL
-            for (int i = 0; i < SCALE_LOADS; ++i) {
-                const uint32_t index = i * THREADS + dev::thread_x();
-                const bool is_v = index >= per_kind;
-                const uint32_t rest = is_v ? index - per_kind : index;
-                if (index < 2 * per_kind) {
-                    const uint32_t key = rest / per_row, which = rest % per_row;
-                    to[((is_v ? SCALES : 0) + which) * TILE + key] = fetched[i];
-                }
-            }
-        }
-    }
+    KV_DEVICE TensorAttend(const KvpoolAttendParams& params) : Base(params) {}
 
     // ---- Scores ----
-
-    // Rows 16 m to 16 m + 15 of Q, columns 16 step to 16 step + 15.
-    KV_DEVICE void query_fragment(const unsigned char* q, int m, uint32_t step, uint32_t (&a)[4]) const {
-        const uint32_t row = 16 * m + lane % 16, chunk = 2 * step + lane / 16;
-        dev::ldmatrix_x4(a, q + row * Q_ROW + swizzle<Q_ROW>(row, chunk) * 16);
-    }
-    // K of this warp's keys for the two products of 32 columns from 32 * block on.
-    KV_DEVICE void key_fragments(const unsigned char* tile, uint32_t block, uint32_t (&b)[2][KEY_TILES][2]) const {
-        KV_UNROLL
-        for (int n = 0; n < KEY_TILES; ++n) {
-            if constexpr (INT8) {
-                const uint32_t key = warp * KEYS + 8 * n + g;
-                const uint32_t chunk = swizzle_pairs<ROW_BYTES>(key, 2 * block + t / 2);
-                const auto raw = dev::load_shared(
-                    reinterpret_cast<const dev::Bytes8*>(tile + key * ROW_BYTES + chunk * 16 + t % 2 * 8));
-                bytes_to_f16(raw.word[0], b[0][n]);
-                bytes_to_f16(raw.word[1], b[1][n]);
-            } else {
-                const uint32_t key = warp * KEYS + 8 * n + lane % 8;
-                uint32_t r[4];
-                dev::ldmatrix_x4(
-                    r, tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, 4 * block + lane / 8) * 16);
-                b[0][n][0] = r[0], b[0][n][1] = r[1], b[1][n][0] = r[2], b[1][n][1] = r[3];
-            }
-        }
-    }
-
-    // Scores of this warp's keys: q·k times the scale of k; neither masked nor scaled.
-    KV_DEVICE void products(const unsigned char* tile, float (&score)[M][KEY_TILES][4]) const {
-        // Of the low halves of Q, apart: where K is infinite they must not make a NaN of an infinity.
-        float low[M][KEY_TILES][4];
-        KV_UNROLL
-        for (int m = 0; m < M; ++m) {
-            KV_UNROLL
-            for (int n = 0; n < KEY_TILES; ++n) {
-                KV_UNROLL
-                for (int i = 0; i < 4; ++i) {
-                    score[m][n][i] = low[m][n][i] = 0.0f;
-                }
-            }
-        }
-        KV_UNROLL
-        for (int block = 0; block < D / 32; ++block) {
-            if (32u * block >= dims) {
-                continue;
-            }
-            uint32_t b[2][KEY_TILES][2];
-            key_fragments(tile, block, b);
-            KV_UNROLL
-            for (int m = 0; m < M; ++m) {
-                float part[KEY_TILES][4];
-                KV_UNROLL
-                for (int n = 0; n < KEY_TILES; ++n) {
-                    KV_UNROLL
-                    for (int i = 0; i < 4; ++i) {
-                        part[n][i] = GROUPS ? 0.0f : score[m][n][i];
-                    }
-                }
-                KV_UNROLL
-                for (int step = 0; step < 2; ++step) {
-                    // What lies beyond head_dim in a block of 16-bit columns is zero in both.
-                    uint32_t a[4];
-                    query_fragment(q_high, m, 2 * block + step, a);
-                    KV_UNROLL
-                    for (int n = 0; n < KEY_TILES; ++n) {
-                        multiply_scores<Fmt>(part[n], a, b[step][n][0], b[step][n][1]);
-                    }
-                    if (q_has_low) {
-                        query_fragment(q_low, m, 2 * block + step, a);
-                        KV_UNROLL
-                        for (int n = 0; n < KEY_TILES; ++n) {
-                            multiply_scores<Fmt>(INT8 ? part[n] : low[m][n], a, b[step][n][0], b[step][n][1]);
-                        }
-                    }
-                }
-                KV_UNROLL
-                for (int n = 0; n < KEY_TILES; ++n) {
-                    KV_UNROLL
-                    for (int i = 0; i < 4; ++i) {
-                        const uint32_t key = warp * KEYS + 8 * n + 2 * t + i % 2;
-                        score[m][n][i] =
-                            GROUPS ? dev::fma_f32(part[n][i], scales[block * TILE + key], score[m][n][i])
-                                   : part[n][i];
-                    }
-                }
-            }
-        }
-        if (!INT8 && q_has_low) {
-            KV_UNROLL
-            for (int m = 0; m < M; ++m) {
-                KV_UNROLL
-                for (int n = 0; n < KEY_TILES; ++n) {
-                    KV_UNROLL
-                    for (int i = 0; i < 4; ++i) {
-                        const float high = score[m][n][i];
-                        const bool infinite = (dev::f32_to_bits(high) & 0x7FFFFFFFu) == INFINITY_BITS;
-                        score[m][n][i] = infinite ? high : high + low[m][n][i];
-                    }
-                }
-            }
-        }
-    }
 
     // Scales and masks scores, and leaves each row's largest of this warp's keys in `maxima`.
     KV_DEVICE void mask_scores(uint32_t first, uint32_t stop, float (&score)[M][KEY_TILES][4]) {
@@ -427,40 +147,6 @@ struct TensorAttend {
     }
 
     // ---- Values ----
-
-    // Weights of 16 keys as two halves each, times the values' scales of this warp's group of dims.
-    KV_DEVICE void weight_fragments(int m, int step, int chunk, uint32_t (&high)[4], uint32_t (&low)[4]) const {
-        KV_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t row = 16 * m + g + 8 * (i % 2), key = 16 * step + 2 * t + 8 * (i / 2);
-            const auto raw =
-                dev::load_shared(reinterpret_cast<const dev::Bytes8*>(weights + row * WEIGHT_ROW + key));
-            float x = dev::bits_to_f32(raw.word[0]), y = dev::bits_to_f32(raw.word[1]);
-            if constexpr (GROUPS) {
-                const float* scale = scales + (SCALES + (warp * DIMS + 16 * chunk) / 32) * TILE + key;
-                x *= scale[0];
-                y *= scale[1];
-            }
-            split_halves<V_BF16>(x, y, high[i], low[i]);
-        }
-    }
-    // V of 16 keys and 16 dims of this warp: the two n-tiles' b0 and b1.
-    KV_DEVICE void value_fragments(const unsigned char* tile, int step, int chunk, uint32_t (&b)[2][2]) const {
-        const uint32_t key = 16 * step + lane % 16;
-        if constexpr (INT8) {
-            const uint32_t column = warp * CHUNKS + chunk;
-            uint32_t r[2];
-            dev::ldmatrix_x2_trans(r, tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
-            b[0][0] = even_bytes_to_bf16(r[0]), b[0][1] = even_bytes_to_bf16(r[1]);
-            b[1][0] = even_bytes_to_bf16(r[0] >> 8), b[1][1] = even_bytes_to_bf16(r[1] >> 8);
-        } else {
-            const uint32_t column = 2 * (warp * CHUNKS + chunk) + lane / 16;
-            uint32_t r[4];
-            dev::ldmatrix_x4_trans(r, tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
-            b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
-        }
-    }
-    KV_DEVICE bool has_chunk(int chunk) const { return warp * DIMS + 16u * chunk < head_dim; }
 
     // Adds the tile's values to `acc`.
     KV_DEVICE void add_values(const unsigned char* tile) {
@@ -578,9 +264,14 @@ struct TensorAttend {
         float fetched[SCALE_LOADS];
         uint32_t tile = next_tile(start, stop);
         uint32_t stage = 0;
-        fetch<false>(view, at, tile, stop, stage);
-        fetch<true>(view, at, tile, stop, stage);
+        this->template fetch<false>(view, at, tile, stop, stage);
+        this->template fetch<true>(view, at, tile, stop, stage);
         fetch_scales(view, at, tile, stop, fetched);
+        if (!has_queries) {
+            // Only now, so that the keys are under way.
+            load_queries();
+            has_queries = true;
+        }
         while (tile < stop) {
             const uint32_t next = next_tile(tile + TILE, stop);
             const unsigned char* k_tile = k_tiles + stage * STAGE_BYTES;
@@ -591,8 +282,8 @@ struct TensorAttend {
             // K is here, and nobody reads the tile before any more. Past the end, two groups of nothing.
             stage ^= 1;
             if (next < stop) {
-                fetch<false>(view, at, next, stop, stage);
-                fetch<true>(view, at, next, stop, stage);
+                this->template fetch<false>(view, at, next, stop, stage);
+                this->template fetch<true>(view, at, next, stop, stage);
                 fetch_scales(view, at, next, stop, fetched);
             } else {
                 dev::cp_async_commit();
@@ -666,7 +357,7 @@ struct TensorAttend {
                 }
             }
         }
-        // The split before is done with by all.
+        // Nobody overwrites what others still read for the split or the item before.
         dev::sync_threads();
         if (p.group.addressing == KVPOOL_ADDRESSING_BLOCKS) {
             load_units(p, rows, start, stop, units);
@@ -680,40 +371,6 @@ struct TensorAttend {
     }
 
     // ---- Results ----
-
-    // Gives four neighbouring dims of a row of this lane to `store(row, dim, x)`, for all its rows.
-    template <class Store>
-    KV_DEVICE void each_quad(const float (&values)[M][2 * CHUNKS][4], const Store& store) const {
-        KV_UNROLL
-        for (int m = 0; m < M; ++m) {
-            KV_UNROLL
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t row = 16 * m + 8 * half + g;
-                KV_UNROLL
-                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                    const float a0 = values[m][2 * chunk][2 * half], a1 = values[m][2 * chunk][2 * half + 1];
-                    const float b0 = values[m][2 * chunk + 1][2 * half], b1 = values[m][2 * chunk + 1][2 * half + 1];
-                    float x[4];
-                    uint32_t dim = warp * DIMS + 16 * chunk;
-                    if constexpr (INT8) {
-                        // One n-tile has the even dims, the other the odd ones.
-                        x[0] = a0, x[1] = b0, x[2] = a1, x[3] = b1;
-                        dim += 4 * t;
-                    } else {
-                        // An even lane takes the first n-tile's of both, an odd one the second's.
-                        const bool odd = t % 2 != 0;
-                        const float c0 = dev::shuffle_xor(odd ? a0 : b0, 1), c1 = dev::shuffle_xor(odd ? a1 : b1, 1);
-                        x[0] = odd ? c0 : a0, x[1] = odd ? c1 : a1;
-                        x[2] = odd ? b0 : c0, x[3] = odd ? b1 : c1;
-                        dim += (odd ? 8 : 0) + t / 2 * 4;
-                    }
-                    if (row < rows.item.count && dim < head_dim) {
-                        store(row, dim, x);
-                    }
-                }
-            }
-        }
-    }
 
     KV_DEVICE void store_partial() const {
         each_quad(acc, [&](uint32_t row, uint32_t dim, const float (&x)[4]) {
@@ -812,9 +469,7 @@ struct TensorAttend {
             rows.q_per_kv = p.q_per_kv;
             rows.window = p.window;
             rows.sink_tokens = p.group.sink_tokens;
-            // Nobody overwrites what others still read.
-            dev::sync_threads();
-            load_queries();
+            has_queries = false;
             const uint32_t end = rows.end();
             if (rows.item.split == KVPOOL_ALL_SPLITS) {
                 all_splits(end);

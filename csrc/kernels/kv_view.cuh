@@ -112,4 +112,9 @@ KV_HOST_DEVICE bool sees(Visible seen, uint32_t position, uint32_t key) {
     return key <= position && (key >= seen.from || key < seen.sinks);
 }
 
+// A count that may lie in device memory, so that a captured graph can be launched again with another.
+KV_DEVICE uint32_t count_at(uint64_t address, uint32_t otherwise) {
+    return address == 0 ? otherwise : dev::load_readonly(dev::at_address<const uint32_t>(address));
+}
+
 }  // namespace kvpool

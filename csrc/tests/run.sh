@@ -15,13 +15,13 @@ tests=("$@")
 [ ${#tests[@]} -gt 0 ] || tests=(append_bytes blocks attend_answers attend_same traffic)
 
 # An object is built anew when any header or its own source is newer.
-newest=$(ls -t csrc/kernels/* csrc/emulator/*.[hc]pp csrc/tests/*.hpp | head -n 1)
+newest=$(ls -t csrc/kernels/* csrc/emulator/*.hpp csrc/tests/*.hpp | head -n 1)
 build() {
     [ "$2" -nt "$1" ] && [ "$2" -nt "$3" ] || $CXX $FLAGS -x c++ -c "$1" -o "$2"
 }
 export -f build
 {
-    for source in csrc/inst/*.cu csrc/emulator/engine.cpp; do
+    for source in csrc/inst/*.cu; do
         echo "$source $out/$(basename "$source").o $newest"
     done
     for test in "${tests[@]}"; do
@@ -30,7 +30,7 @@ export -f build
 } | xargs -P "${JOBS:-2}" -L 1 bash -c 'build "$@"' build
 
 for test in "${tests[@]}"; do
-    $CXX $FLAGS "$out/$test.o" "$out"/*.cu.o "$out/engine.cpp.o" -o "$out/$test"
+    $CXX $FLAGS "$out/$test.o" "$out"/*.cu.o -o "$out/$test"
     echo "== $test"
     "$out/$test"
 done
