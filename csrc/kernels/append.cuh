@@ -11,19 +11,58 @@
 
 namespace kvpool {
 
-// Eight elements of f32, f16 or bf16 as f32. The address is aligned to their size, 16 at most.
-template <class Src>
-KV_DEVICE void load_octet(uint64_t at, float (&x)[8]) {
-    if constexpr (SAME<Src, F32>) {
+// Eight f32 are two pieces of 16 bytes, and a sector is both. So that each access of the warp is of whole
+// sectors, two neighbouring lanes first access the even one's eight together, then the odd one's. Every lane of
+// the warp comes here; `has`: whether it has something to load or store at all.
+struct PairedOctet {
+    bool odd;
+    bool has[2];      // of the first access, of the second
+    uint64_t at[2];
+    KV_DEVICE PairedOctet(bool own, uint64_t address) {
+        odd = dev::lane_index() % 2 != 0;
+        const bool other = dev::shuffle_xor(own ? 1u : 0u, 1) != 0;
+        const uint64_t other_address = dev::shuffle_xor(address, 1);
+        has[0] = odd ? other : own;
+        has[1] = odd ? own : other;
+        at[0] = odd ? other_address + 16 : address;
+        at[1] = odd ? address + 16 : other_address;
+    }
+};
+struct Pieces {
+    uint32_t word[2][4];
+    // The lane keeps piece `odd` of its own eight, and swaps the other one with its neighbour.
+    KV_DEVICE void swap(bool odd) {
         KV_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const auto raw = dev::load_once(dev::at_address<const dev::Bytes16>(at + 16 * half));
-            KV_UNROLL
-            for (int i = 0; i < 4; ++i) {
-                x[4 * half + i] = dev::bits_to_f32(raw.word[i]);
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t other = dev::shuffle_xor(odd ? word[0][i] : word[1][i], 1);
+            word[0][i] = odd ? other : word[0][i];
+            word[1][i] = odd ? word[1][i] : other;
+        }
+    }
+};
+
+// Eight elements of f32, f16 or bf16 as f32, where the lane has them.
+template <class Src>
+KV_DEVICE void load_octet(bool has, uint64_t at, float (&x)[8]) {
+    if constexpr (SAME<Src, F32>) {
+        const PairedOctet pair(has, at);
+        Pieces pieces = {};
+        KV_UNROLL
+        for (int access = 0; access < 2; ++access) {
+            if (pair.has[access]) {
+                const auto raw = dev::load_once(dev::at_address<const dev::Bytes16>(pair.at[access]));
+                KV_UNROLL
+                for (int i = 0; i < 4; ++i) {
+                    pieces.word[access][i] = raw.word[i];
+                }
             }
         }
-    } else {
+        pieces.swap(pair.odd);
+        KV_UNROLL
+        for (int i = 0; i < 8; ++i) {
+            x[i] = dev::bits_to_f32(pieces.word[i / 4][i % 4]);
+        }
+    } else if (has) {
         const auto raw = dev::load_once(dev::at_address<const dev::Bytes16>(at));
         KV_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -36,18 +75,24 @@ KV_DEVICE void load_octet(uint64_t at, float (&x)[8]) {
 }
 
 template <class Fmt>
-KV_DEVICE void store_octet(uint64_t at, const float (&x)[8]) {
+KV_DEVICE void store_octet(bool has, uint64_t at, const float (&x)[8]) {
     if constexpr (SAME<Fmt, F32>) {
+        const PairedOctet pair(has, at);
+        Pieces pieces;
         KV_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            dev::Bytes16 raw;
-            KV_UNROLL
-            for (int i = 0; i < 4; ++i) {
-                raw.word[i] = dev::f32_to_bits(x[4 * half + i]);
-            }
-            dev::store_global(dev::at_address<dev::Bytes16>(at + 16 * half), raw);
+        for (int i = 0; i < 8; ++i) {
+            pieces.word[i / 4][i % 4] = dev::f32_to_bits(x[i]);
         }
-    } else {
+        pieces.swap(pair.odd);
+        KV_UNROLL
+        for (int access = 0; access < 2; ++access) {
+            if (pair.has[access]) {
+                const uint32_t(&word)[4] = pieces.word[access];
+                const dev::Bytes16 raw = {{word[0], word[1], word[2], word[3]}};
+                dev::store_global(dev::at_address<dev::Bytes16>(pair.at[access]), raw);
+            }
+        }
+    } else if (has) {
         dev::Bytes16 raw;
         KV_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -74,18 +119,17 @@ struct Spread {
 };
 
 // Rotates one octet of a K vector. row: the vector's first byte; cos, sin: this position's. [rope_dims / 2]
+// Every lane of the warp comes here.
 template <class Src>
-KV_DEVICE void rotate(const KvpoolAppendParams& p, uint64_t row, uint32_t octet, uint64_t position,
+KV_DEVICE void rotate(const KvpoolAppendParams& p, bool has, uint64_t row, uint32_t octet, uint64_t position,
                       float (&x)[8]) {
     const uint32_t half = p.rope_dims / 2;
     const uint32_t first = octet * 8;
-    if (first >= p.rope_dims) {
-        return;
-    }
+    const bool turned = has && first < p.rope_dims;
     const uint64_t cos = p.rope_cos + position * half * 4, sin = p.rope_sin + position * half * 4;
     if (p.rope == KVPOOL_ROPE_PAIRS) {
         KV_UNROLL
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4 && turned; ++i) {
             const uint64_t pair = first / 2 + i;
             const float c = dev::load_readonly(dev::at_address<const float>(cos + pair * 4));
             const float s = dev::load_readonly(dev::at_address<const float>(sin + pair * 4));
@@ -98,10 +142,10 @@ KV_DEVICE void rotate(const KvpoolAppendParams& p, uint64_t row, uint32_t octet,
     // The other halves lie in another lane; they are read again, and lie in the nearest cache.
     const bool upper = first >= half;
     const uint32_t pair = upper ? first - half : first;
-    float other[8];
-    load_octet<Src>(row + (upper ? pair : first + half) * (SAME<Src, F32> ? 4 : 2), other);
+    float other[8] = {};
+    load_octet<Src>(turned, row + (upper ? pair : first + half) * (SAME<Src, F32> ? 4 : 2), other);
     KV_UNROLL
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 8 && turned; ++i) {
         const float c = dev::load_readonly(dev::at_address<const float>(cos + (pair + i) * 4));
         const float s = dev::load_readonly(dev::at_address<const float>(sin + (pair + i) * 4));
         const float a = upper ? other[i] : x[i], b = upper ? x[i] : other[i];
@@ -138,11 +182,12 @@ struct Vector {
     uint64_t scales;
 };
 
+// Whether K is rotated is the same for the whole warp.
 template <class Src>
-KV_DEVICE void load_rotated(const KvpoolAppendParams& p, const Vector& vector, uint32_t octet, float (&x)[8]) {
-    load_octet<Src>(vector.from + octet * (SAME<Src, F32> ? 32 : 16), x);
+KV_DEVICE void load_rotated(const KvpoolAppendParams& p, const Vector& vector, bool has, uint32_t octet, float (&x)[8]) {
+    load_octet<Src>(has, vector.from + octet * (SAME<Src, F32> ? 32 : 16), x);
     if (vector.rotated) {
-        rotate<Src>(p, vector.from, octet, vector.position, x);
+        rotate<Src>(p, has, vector.from, octet, vector.position, x);
     }
 }
 
@@ -181,10 +226,12 @@ KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, co
     uint32_t amax = 0;
     if (kind == KVPOOL_SCALE_PER_TOKEN_HEAD) {
         KV_UNROLL_BY(1)
-        for (uint32_t octet = spread.lane; vector.live && octet < spread.octets; octet += spread.lanes) {
-            load_rotated<Src>(p, vector, octet, x);
+        for (uint32_t step = 0; step < spread.steps; ++step) {
+            const uint32_t octet = spread.lane + step * spread.lanes;
+            const bool has = vector.live && octet < spread.octets;
+            load_rotated<Src>(p, vector, has, octet, x);
             const uint32_t bits = largest_bits(x);
-            amax = bits > amax ? bits : amax;
+            amax = has && bits > amax ? bits : amax;
         }
         amax = max_over(amax, spread.lanes);
     }
@@ -194,8 +241,8 @@ KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, co
     for (uint32_t step = 0; step < spread.steps; ++step) {
         const uint32_t octet = spread.lane + step * spread.lanes;
         const bool has = vector.live && octet < spread.octets;
-        if (has && !held) {
-            load_rotated<Src>(p, vector, octet, x);
+        if (!held) {
+            load_rotated<Src>(p, vector, has, octet, x);
         }
         if (kind == KVPOOL_SCALE_PER_GROUP_32) {
             amax = max_over(has ? largest_bits(x) : 0, KVPOOL_SCALE_GROUP / 8);
@@ -231,19 +278,20 @@ KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, co
 // Stores a vector of another format than INT8.
 template <class Src, class Fmt>
 KV_DEVICE void append_float(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector) {
-    if (!vector.live) {
-        return;
-    }
     if (SAME<Src, Fmt> && !vector.rotated) {
         // Nothing to convert: NaN keep their bits.
-        copy_vector(vector.row, vector.from, p.group.row_bytes, spread);
+        if (vector.live) {
+            copy_vector(vector.row, vector.from, p.group.row_bytes, spread);
+        }
         return;
     }
     KV_UNROLL_BY(1)
-    for (uint32_t octet = spread.lane; octet < spread.octets; octet += spread.lanes) {
-        float x[8];
-        load_rotated<Src>(p, vector, octet, x);
-        store_octet<Fmt>(vector.row + octet * 8 * Fmt::BYTES, x);
+    for (uint32_t step = 0; step < spread.steps; ++step) {
+        const uint32_t octet = spread.lane + step * spread.lanes;
+        const bool has = vector.live && octet < spread.octets;
+        float x[8] = {};
+        load_rotated<Src>(p, vector, has, octet, x);
+        store_octet<Fmt>(has, vector.row + octet * 8 * Fmt::BYTES, x);
     }
 }
 

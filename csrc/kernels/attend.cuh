@@ -21,6 +21,11 @@ struct Rows {
     uint32_t q_per_kv;
     uint32_t window;
     uint32_t sink_tokens;
+    // Positions of the first and the last row, and what any row sees up to `late`: the first one sees farthest
+    // back, and each begins where those before it see something.
+    uint32_t early;
+    uint32_t late;
+    Visible all;
 
     // The row of the step's tensors and the position of packed row i of the item.
     KV_DEVICE uint32_t row(uint32_t i) const { return (item.first + i) / q_per_kv; }
@@ -31,21 +36,18 @@ struct Rows {
         return static_cast<uint64_t>(seq.row_start + row(i)) * num_kv_heads * q_per_kv + q_head;
     }
     KV_DEVICE Visible seen_by(uint32_t position) const { return visible(position, window, sink_tokens); }
-    // What any row sees: the first one sees farthest back, the last one farthest ahead, and each begins
-    // where those before it see something.
-    KV_DEVICE Visible seen() const { return seen_by(position(0)); }
-    KV_DEVICE uint32_t end() const { return position(item.count - 1) + 1; }
+    // Whether any row sees a key.
+    KV_DEVICE bool any_sees(uint32_t key) const { return sees(all, late, key); }
     // Whether any row sees a key of `from..to`.
-    KV_DEVICE bool sees_any(uint32_t from, uint32_t to) const {
-        const Visible all = seen();
-        const uint32_t last = end();
-        const uint32_t until = to < last ? to : last;
+    KV_DEVICE bool any_sees_any(uint32_t from, uint32_t to) const {
+        const uint32_t until = to <= late ? to : late + 1;
         const uint32_t begin = from > all.from ? from : all.from;
         return begin < until || (from < all.sinks && from < to);
     }
 };
 
-KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index) {
+KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index, uint32_t q_per_kv, uint32_t window,
+                         uint32_t sink_tokens) {
     Rows rows;
     const uint64_t item = items + static_cast<uint64_t>(index) * sizeof(KvpoolItem);
     const auto word = [](uint64_t at, int i) {
@@ -54,9 +56,12 @@ KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index) {
     rows.item = {word(item, 0), word(item, 1), word(item, 2), word(item, 3), word(item, 4), word(item, 5)};
     const uint64_t seq = seqs + static_cast<uint64_t>(rows.item.seq) * sizeof(KvpoolSeq);
     rows.seq = {word(seq, 0), word(seq, 1), word(seq, 2), word(seq, 3), word(seq, 4), 0};
-    rows.q_per_kv = 1;
-    rows.window = 0;
-    rows.sink_tokens = 0;
+    rows.q_per_kv = q_per_kv;
+    rows.window = window;
+    rows.sink_tokens = sink_tokens;
+    rows.early = rows.position(0);
+    rows.late = rows.position(rows.item.count - 1);
+    rows.all = rows.seen_by(rows.early);
     return rows;
 }
 
@@ -112,7 +117,7 @@ KV_DEVICE void load_units(const KvpoolAttendParams& p, const Rows& rows, uint32_
         const uint32_t begin = i << shift;
         // A block that nobody sees may have been given back: its entry means nothing.
         uint32_t unit = 0;
-        if (rows.sees_any(begin > from ? begin : from, begin + (1u << shift))) {
+        if (rows.any_sees_any(begin > from ? begin : from, begin + (1u << shift))) {
             unit = dev::load_readonly(dev::at_address<const uint32_t>(p.tables) + (rows.seq.table_at + i));
         }
         units[i - first] = unit;
@@ -125,8 +130,7 @@ KV_DEVICE void combine(const KvpoolCombineParams& p) {
     const uint32_t kv_head = dev::block_y();
     const uint32_t warps = dev::block_dim_x() / dev::WARP;
     for (uint32_t index = dev::block_x(); index < num_items; index += dev::grid_dim_x()) {
-        Rows rows = load_rows(p.seqs, p.items, index);
-        rows.q_per_kv = p.q_per_kv;
+        const Rows rows = load_rows(p.seqs, p.items, index, p.q_per_kv, 0, 0);
         for (uint32_t i = dev::warp_index(); i < rows.item.count; i += warps) {
             const uint64_t head = rows.tensor_head(i, kv_head, p.num_kv_heads);
             MaxSum total = {NEG_INFINITY, 0.0f};

@@ -37,6 +37,7 @@ struct PlainAttend {
     // This warp's state of the split. Element j of quad k of a lane: 4 * (lane + 32 * k) + j
     float acc[ROWS][QUADS][4];
     MaxSum own[ROWS];
+    uint32_t row_position[ROWS];
 
     KV_DEVICE PlainAttend(const KvpoolAttendParams& params) : p(params) {
         kv_head = dev::block_y();
@@ -77,11 +78,10 @@ struct PlainAttend {
 
     template <class View>
     KV_DEVICE void load_keys(const View& view, const HeadRows& at, uint32_t first, uint32_t end, Keys& keys) const {
-        const Visible all = rows.seen();
         KV_UNROLL
         for (int key = 0; key < KEYS; ++key) {
             const uint32_t position = first + key;
-            keys.seen[key] = position < end && (position >= all.from || position < all.sinks);
+            keys.seen[key] = position < end && rows.any_sees(position);
             KV_UNROLL
             for (int quad = 0; quad < QUADS; ++quad) {
                 keys.k[key][quad] = Raw{};
@@ -171,7 +171,7 @@ struct PlainAttend {
 
     // Adds KEYS keys to the state of one row.
     KV_DEVICE void add_keys(int row, uint32_t first, const Keys& keys) {
-        const uint32_t position = rows.position(row);
+        const uint32_t position = row_position[row];
         const Visible visible_keys = rows.seen_by(position);
         bool seen[KEYS];
         bool any_seen = false;
@@ -259,13 +259,14 @@ struct PlainAttend {
 
     // All keys of a split that this warp has.
     template <class View>
-    KV_DEVICE void split_keys(const View& view, uint32_t start, uint32_t end) {
+    KV_DEVICE void split_keys(View view, uint32_t start, uint32_t end) {
         const HeadRows at(p.group, p.pool, p.layer, kv_head);
         for (uint32_t tile = start; tile < end; tile += TILE) {
             const uint32_t first = tile + dev::warp_index() * KEYS;
-            if (!rows.sees_any(first, first + KEYS < end ? first + KEYS : end)) {
+            if (!rows.any_sees_any(first, first + KEYS < end ? first + KEYS : end)) {
                 continue;
             }
+            view.begin_at(first);
             Keys keys;
             load_keys(view, at, first, end, keys);
             KV_UNROLL
@@ -393,12 +394,13 @@ struct PlainAttend {
     }
 
     KV_DEVICE void item(uint32_t index) {
-        rows = load_rows(p.seqs, p.items, index);
-        rows.q_per_kv = p.q_per_kv;
-        rows.window = p.window;
-        rows.sink_tokens = p.group.sink_tokens;
+        rows = load_rows(p.seqs, p.items, index, p.q_per_kv, p.window, p.group.sink_tokens);
         load_queries();
-        const uint32_t end = rows.end();
+        KV_UNROLL
+        for (int row = 0; row < ROWS; ++row) {
+            row_position[row] = rows.position(row);
+        }
+        const uint32_t end = rows.late + 1;
         if (rows.item.split != KVPOOL_ALL_SPLITS) {
             const uint32_t start = rows.item.split * KVPOOL_SPLIT_TOKENS;
             const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
@@ -414,7 +416,7 @@ struct PlainAttend {
         }
         for (uint32_t start = 0; start < end; start += KVPOOL_SPLIT_TOKENS) {
             const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
-            if (rows.sees_any(start, stop)) {
+            if (rows.any_sees_any(start, stop)) {
                 split(start, stop);
                 join_total();
             }

@@ -53,7 +53,7 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     using Base::units;
     using Base::row_position;
     using Base::load_queries;
-    using Base::fetch_scales;
+    using Base::fetch;
     using Base::place_scales;
     using Base::weight_fragments;
     using Base::value_fragments;
@@ -180,10 +180,9 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
 
     // Whether a key of the tile is seen by some rows and not by others.
     KV_DEVICE bool is_mixed(uint32_t first, uint32_t stop) const {
-        const uint32_t early = rows.position(0), late = rows.end() - 1;
         const uint32_t end = stop - first < TILE ? stop : first + TILE;
-        const Visible from_early = rows.seen_by(early), from_late = rows.seen_by(late);
-        return early != late && (end > early + 1 || (first < from_late.from && end > from_early.from));
+        const Visible of_late = rows.seen_by(rows.late);
+        return rows.early != rows.late && (end > rows.early + 1 || (first < of_late.from && end > rows.all.from));
     }
     // Whether this warp's values have an infinity or a NaN.
     KV_DEVICE bool values_nonfinite(const unsigned char* tile) const {
@@ -252,62 +251,65 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     // ---- A split ----
 
     KV_DEVICE uint32_t next_tile(uint32_t tile, uint32_t stop) const {
-        while (tile < stop && !rows.sees_any(tile, tile + TILE < stop ? tile + TILE : stop)) {
+        while (tile < stop && !rows.any_sees_any(tile, tile + TILE < stop ? tile + TILE : stop)) {
             tile += TILE;
         }
         return tile;
     }
 
-    template <class View>
-    KV_DEVICE void split_keys(const View& view, uint32_t start, uint32_t stop) {
+    // The keys of a split, tile by tile; the next one is always under way.
+    KV_DEVICE void split_keys(uint32_t start, uint32_t stop) {
         const HeadRows at(p.group, p.pool, p.layer, kv_head);
         float fetched[SCALE_LOADS];
-        uint32_t tile = next_tile(start, stop);
-        uint32_t stage = 0;
-        this->template fetch<false>(view, at, tile, stop, stage);
-        this->template fetch<true>(view, at, tile, stop, stage);
-        fetch_scales(view, at, tile, stop, fetched);
-        if (!has_queries) {
-            // Only now, so that the keys are under way.
-            load_queries();
-            has_queries = true;
-        }
-        while (tile < stop) {
-            const uint32_t next = next_tile(tile + TILE, stop);
+        uint32_t tile = stop, next = next_tile(start, stop), stage = 1;
+        KV_UNROLL_BY(1)
+        while (tile < stop || next < stop) {
+            const bool begun = tile < stop;
             const unsigned char* k_tile = k_tiles + stage * STAGE_BYTES;
             const unsigned char* v_tile = v_tiles + stage * STAGE_BYTES;
-            place_scales(fetched, stage);
-            dev::cp_async_wait<1>();
-            dev::sync_threads();
-            // K is here, and nobody reads the tile before any more. Past the end, two groups of nothing.
+            if (begun) {
+                place_scales(fetched, stage);
+                dev::cp_async_wait<1>();
+                // K is here, and nobody reads the tile before any more.
+                dev::sync_threads();
+            }
             stage ^= 1;
             if (next < stop) {
-                this->template fetch<false>(view, at, next, stop, stage);
-                this->template fetch<true>(view, at, next, stop, stage);
-                fetch_scales(view, at, next, stop, fetched);
+                fetch(at, next, stop, stage, fetched);
             } else {
                 dev::cp_async_commit();
                 dev::cp_async_commit();
             }
-            float score[M][KEY_TILES][4];
-            products(k_tile, score);
-            mask_scores(tile, stop, score);
-            dev::sync_threads();
-            weigh(score);
-            dev::cp_async_wait<2>();
-            dev::sync_threads();
-            bool by_row = false;
-            if constexpr (!INT8) {
-                by_row = is_mixed(tile, stop) && values_nonfinite(v_tile);
-            }
-            if (by_row) {
-                add_values_by_row(v_tile, tile, stop);
-            } else {
-                add_values(v_tile);
+            if (begun) {
+                add_tile(k_tile, v_tile, tile, stop);
+            } else if (!has_queries) {
+                // Only now, so that the keys are under way.
+                load_queries();
+                has_queries = true;
             }
             tile = next;
+            next = next_tile(next < stop ? next + TILE : stop, stop);
         }
         dev::cp_async_wait<0>();
+    }
+    // K has come; V and the next tile's two groups are under way.
+    KV_DEVICE void add_tile(const unsigned char* k_tile, const unsigned char* v_tile, uint32_t tile, uint32_t stop) {
+        float score[M][KEY_TILES][4];
+        products(k_tile, score);
+        mask_scores(tile, stop, score);
+        dev::sync_threads();
+        weigh(score);
+        dev::cp_async_wait<2>();
+        dev::sync_threads();
+        bool by_row = false;
+        if constexpr (!INT8) {
+            by_row = is_mixed(tile, stop) && values_nonfinite(v_tile);
+        }
+        if (by_row) {
+            add_values_by_row(v_tile, tile, stop);
+        } else {
+            add_values(v_tile);
+        }
     }
 
     // Sums of the columns of all lanes and warps, in `sum`.
@@ -362,11 +364,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         if (p.group.addressing == KVPOOL_ADDRESSING_BLOCKS) {
             load_units(p, rows, start, stop, units);
             dev::sync_threads();
-            const SharedTable table = {units, start >> p.group.unit_shift};
-            split_keys(PagedView<SharedTable>(p.group, table), start, stop);
-        } else {
-            split_keys(ContiguousView(p.group, rows.seq.unit), start, stop);
         }
+        split_keys(start, stop);
         sum_columns();
     }
 
@@ -410,7 +409,7 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         KV_UNROLL_BY(1)
         for (uint32_t start = 0; start < end; start += KVPOOL_SPLIT_TOKENS) {
             const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
-            if (!rows.sees_any(start, stop)) {
+            if (!rows.any_sees_any(start, stop)) {
                 continue;
             }
             split(start, stop);
@@ -465,12 +464,9 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     KV_DEVICE void run() {
         const uint32_t num_items = count_at(p.num_items_at, p.num_items);
         for (uint32_t index = dev::block_x(); index < num_items; index += dev::grid_dim_x()) {
-            rows = load_rows(p.seqs, p.items, index);
-            rows.q_per_kv = p.q_per_kv;
-            rows.window = p.window;
-            rows.sink_tokens = p.group.sink_tokens;
+            rows = load_rows(p.seqs, p.items, index, p.q_per_kv, p.window, p.group.sink_tokens);
             has_queries = false;
-            const uint32_t end = rows.end();
+            const uint32_t end = rows.late + 1;
             if (rows.item.split == KVPOOL_ALL_SPLITS) {
                 all_splits(end);
             } else {

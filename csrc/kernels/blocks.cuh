@@ -75,7 +75,8 @@ KV_DEVICE void copy_pairs(const KvpoolCopyParams& p) {
 
 // Widens K or V of one sequence to f32, a warp for each position and head. Any grid.
 template <class Fmt, class View>
-KV_DEVICE void gather_through(const KvpoolGatherParams& p, const View& view) {
+KV_DEVICE void gather_through(const KvpoolGatherParams& p, View view) {
+    view.begin_at(p.first_position);
     const KvpoolKvGroup& group = p.group;
     const uint32_t heads = group.num_kv_heads;
     const uint64_t warps = static_cast<uint64_t>(dev::grid_dim_x()) * (dev::block_dim_x() / dev::WARP);

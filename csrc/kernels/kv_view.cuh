@@ -37,6 +37,7 @@ struct PagedView {
     uint32_t shift;  // log2 of a block's tokens
     KV_DEVICE PagedView(const KvpoolKvGroup& group, Table table)
         : table(table), shift(group.unit_shift) {}
+    KV_DEVICE void begin_at(uint32_t) {}
     KV_DEVICE Place place(uint32_t position) const {
         return {table.block(position >> shift), position & ((1u << shift) - 1u)};
     }
@@ -47,13 +48,29 @@ struct ContiguousView {
     uint32_t unit;
     uint32_t sink_tokens;
     uint32_t ring_tokens;  // 0: the slot holds every position
+    // A position behind the sinks, and its place in the ring: those near to it need no division.
+    uint32_t anchor = 0;
+    uint32_t anchor_behind = 0;
+
     KV_DEVICE ContiguousView(const KvpoolKvGroup& group, uint32_t unit)
         : unit(unit), sink_tokens(group.sink_tokens), ring_tokens(group.ring_tokens) {}
+    // Makes place() cheap for positions from `position` on, and allows no others.
+    KV_DEVICE void begin_at(uint32_t position) {
+        if (ring_tokens != 0) {
+            anchor = position > sink_tokens ? position : sink_tokens;
+            anchor_behind = (anchor - sink_tokens) % ring_tokens;
+        }
+    }
     KV_DEVICE Place place(uint32_t position) const {
         if (ring_tokens == 0 || position < sink_tokens) {
             return {unit, position};
         }
-        return {unit, sink_tokens + (position - sink_tokens) % ring_tokens};
+        uint32_t behind = anchor_behind + (position - anchor);
+        if (behind >= ring_tokens) {
+            behind -= ring_tokens;
+            behind = behind < ring_tokens ? behind : behind % ring_tokens;
+        }
+        return {unit, sink_tokens + behind};
     }
 };
 

@@ -161,20 +161,39 @@ struct TensorTiles {
 
     // ---- Tiles ----
 
-    // Asks for K or V of the tile that begins at `first`. The keys from `stop` on are of the next split.
+    // Asks for a tile that begins at `first`: K, then V, then (INT8) scales. The keys from `stop` on are of the
+    // next split. Scales come through registers, since runs of them are short.
+    KV_DEVICE void fetch(const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
+                         float (&fetched)[SCALE_LOADS]) {
+        if (p.group.addressing == KVPOOL_ADDRESSING_BLOCKS) {
+            const SharedTable table = {units, first / KVPOOL_SPLIT_TOKENS * KVPOOL_SPLIT_TOKENS >> p.group.unit_shift};
+            fetch_through(PagedView<SharedTable>(p.group, table), at, first, stop, stage, fetched);
+        } else {
+            ContiguousView view(p.group, rows.seq.unit);
+            view.begin_at(first);
+            fetch_through(view, at, first, stop, stage, fetched);
+        }
+    }
+    template <class View>
+    KV_DEVICE void fetch_through(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
+                                 float (&fetched)[SCALE_LOADS]) {
+        fetch_vectors<false>(view, at, first, stop, stage);
+        dev::cp_async_commit();
+        fetch_vectors<true>(view, at, first, stop, stage);
+        dev::cp_async_commit();
+        fetch_scales(view, at, first, stop, fetched);
+    }
     template <bool IS_V, class View>
-    KV_DEVICE void fetch(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage) {
-        const Visible all = rows.seen();
+    KV_DEVICE void fetch_vectors(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage) {
         unsigned char* tile = (IS_V ? v_tiles : k_tiles) + stage * STAGE_BYTES;
         const uint32_t chunk = dev::thread_x() % ROW_CHUNKS;
         KV_UNROLL
         for (int i = 0; i < COPIES; ++i) {
             const uint32_t key = dev::thread_x() / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
             const uint32_t position = first + key;
-            const bool seen = position < stop && (position >= all.from || position < all.sinks);
             uint64_t from = p.pool;
             uint32_t bytes = 0;
-            if (seen && chunk * 16 < at.row_bytes) {
+            if (position < stop && rows.any_sees(position) && chunk * 16 < at.row_bytes) {
                 from = at.row(view.place(position)) + (IS_V ? at.to_v : 0) + chunk * 16;
                 bytes = 16;
             }
@@ -182,15 +201,11 @@ struct TensorTiles {
                                                  : swizzle<ROW_BYTES>(key, chunk);
             dev::cp_async_16_or_zero(tile + key * ROW_BYTES + place * 16, dev::at_address<const void>(from), bytes);
         }
-        dev::cp_async_commit();
     }
-
-    // Asks for the scales of a tile. They come through registers, since runs of scales are short.
     template <class View>
     KV_DEVICE void fetch_scales(const View& view, const HeadRows& at, uint32_t first, uint32_t stop,
                                 float (&fetched)[SCALE_LOADS]) const {
         if constexpr (INT8) {
-            const Visible all = rows.seen();
             const uint32_t per_row = p.group.scales_per_row;
             const uint32_t per_kind = TILE * (GROUPS ? per_row : 1);
             KV_UNROLL
@@ -199,11 +214,10 @@ struct TensorTiles {
                 const bool is_v = index >= per_kind;
                 const uint32_t rest = is_v ? index - per_kind : index;
                 const uint32_t position = first + (GROUPS ? rest / per_row : rest);
-                const bool seen = position < stop && (position >= all.from || position < all.sinks);
                 fetched[i] = is_v ? p.v_scale : p.k_scale;
                 if (per_row > 0 && index < 2 * per_kind) {
                     fetched[i] = 0.0f;
-                    if (seen) {
+                    if (position < stop && rows.any_sees(position)) {
                         const uint64_t from = at.scale(view.place(position)) + (is_v ? at.scales_to_v : 0) +
                                               (GROUPS ? rest % per_row * KVPOOL_SCALE_BYTES : 0);
                         fetched[i] = scale_to_f32(dev::load_once(dev::at_address<const uint16_t>(from)));
