@@ -3,7 +3,7 @@
 
 using namespace kvpool;
 
-KV_KERNEL(kvpool_append_bf16_f32, KvpoolAppendParams, 256) { append<Bf16, F32>(p); }
-KV_KERNEL(kvpool_append_bf16_f16, KvpoolAppendParams, 256) { append<Bf16, F16>(p); }
-KV_KERNEL(kvpool_append_bf16_bf16, KvpoolAppendParams, 256) { append<Bf16, Bf16>(p); }
-KV_KERNEL(kvpool_append_bf16_i8, KvpoolAppendParams, 256) { append<Bf16, Int8>(p); }
+KV_KERNEL_BLOCKS(kvpool_append_bf16_f32, KvpoolAppendParams, 256, 3) { append<Bf16, F32>(p); }
+KV_KERNEL_BLOCKS(kvpool_append_bf16_f16, KvpoolAppendParams, 256, 3) { append<Bf16, F16>(p); }
+KV_KERNEL_BLOCKS(kvpool_append_bf16_bf16, KvpoolAppendParams, 256, 3) { append<Bf16, Bf16>(p); }
+KV_KERNEL_BLOCKS(kvpool_append_bf16_i8, KvpoolAppendParams, 256, 3) { append<Bf16, Int8>(p); }

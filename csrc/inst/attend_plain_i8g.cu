@@ -3,6 +3,5 @@
 
 using namespace kvpool;
 
-KV_KERNEL_BLOCKS(kvpool_attend_i8g_w128, KvpoolAttendParams, 128, 2) { PlainAttend<Int8Groups, 128>(p).run(); }
 KV_KERNEL_BLOCKS(kvpool_attend_i8g_w256, KvpoolAttendParams, 128, 2) { PlainAttend<Int8Groups, 256>(p).run(); }
 KV_KERNEL_BLOCKS(kvpool_attend_i8g_w1024, KvpoolAttendParams, 128, 2) { PlainAttend<Int8Groups, 1024>(p).run(); }

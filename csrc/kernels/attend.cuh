@@ -91,9 +91,10 @@ KV_DEVICE float merge_value(float total, float added, Factors factors) {
     return dev::fma_f32(total, factors.keep, added * factors.add);
 }
 
-// The result of a row: 0 where no key has a score above -infinity. Zeros have no sign: whether a key with
-// weight 0 was beside a row's own in a tile must not show.
-KV_DEVICE float finish_value(float acc, float sum) { return sum == 0.0f ? 0.0f : acc / sum + 0.0f; }
+// What a row's values are multiplied with in the end; and its result, 0 where no key has a score above -infinity.
+// Zeros have no sign: whether a key with weight 0 was beside a row's own in a tile must not show.
+KV_DEVICE float finish_factor(float sum) { return 1.0f / sum; }
+KV_DEVICE float finish_value(float acc, float sum, float factor) { return sum == 0.0f ? 0.0f : acc * factor + 0.0f; }
 KV_DEVICE float finish_lse(MaxSum total) {
     return total.sum == 0.0f ? NEG_INFINITY : (total.max + dev::log2_fast(total.sum)) * LN_2;
 }
@@ -154,9 +155,10 @@ KV_DEVICE void combine(const KvpoolCombineParams& p) {
                         acc[j] = merge_value(acc[j], added[j], factors);
                     }
                 }
+                const float factor = finish_factor(total.sum);
                 KV_UNROLL
                 for (int j = 0; j < 4; ++j) {
-                    acc[j] = finish_value(acc[j], total.sum);
+                    acc[j] = finish_value(acc[j], total.sum, factor);
                 }
                 store_tensor_quad(p.out, head * p.head_dim + quad * 4, p.out_dtype, acc);
             }

@@ -381,10 +381,11 @@ struct PlainAttend {
         for (uint32_t i = dev::thread_x(); i < rows.item.count * quads; i += dev::block_dim_x()) {
             const uint64_t head = rows.tensor_head(i / quads, kv_head, p.group.num_kv_heads);
             const MaxSum state = total[i / quads];
+            const float factor = finish_factor(state.sum);
             float x[4];
             KV_UNROLL
             for (int j = 0; j < 4; ++j) {
-                x[j] = finish_value(total_acc[i * 4 + j], state.sum);
+                x[j] = finish_value(total_acc[i * 4 + j], state.sum, factor);
             }
             store_tensor_quad(p.out, head * head_dim + i % quads * 4, p.out_dtype, x);
             if (p.lse != 0 && i % quads == 0) {

@@ -440,11 +440,12 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         for (int m = 0; m < M; ++m) {
             KV_UNROLL
             for (int half = 0; half < 2; ++half) {
+                const float factor = finish_factor(total[m][half].sum);
                 KV_UNROLL
                 for (int n = 0; n < 2 * CHUNKS; ++n) {
                     KV_UNROLL
                     for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                        joined[m][n][i] = finish_value(joined[m][n][i], total[m][half].sum);
+                        joined[m][n][i] = finish_value(joined[m][n][i], total[m][half].sum, factor);
                     }
                 }
                 const uint32_t row = 16 * m + 8 * half + g;

@@ -76,7 +76,6 @@ KV_DEVICE void copy_pairs(const KvpoolCopyParams& p) {
 // Widens K or V of one sequence to f32, a warp for each position and head. Any grid.
 template <class Fmt, class View>
 KV_DEVICE void gather_through(const KvpoolGatherParams& p, View view) {
-    view.begin_at(p.first_position);
     const KvpoolKvGroup& group = p.group;
     const uint32_t heads = group.num_kv_heads;
     const uint64_t warps = static_cast<uint64_t>(dev::grid_dim_x()) * (dev::block_dim_x() / dev::WARP);
@@ -84,6 +83,7 @@ KV_DEVICE void gather_through(const KvpoolGatherParams& p, View view) {
     for (; work < static_cast<uint64_t>(p.num_tokens) * heads; work += warps) {
         const uint32_t token = static_cast<uint32_t>(work / heads), head = static_cast<uint32_t>(work % heads);
         const HeadRows rows(group, p.pool, p.layer, head);
+        view.begin_at(p.first_position + token);
         const Place place = view.place(p.first_position + token);
         const uint64_t row = rows.row(place) + (p.is_v ? rows.to_v : 0);
         const uint64_t scales = rows.scale(place) + (p.is_v ? rows.scales_to_v : 0);

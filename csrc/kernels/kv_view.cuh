@@ -54,7 +54,7 @@ struct ContiguousView {
 
     KV_DEVICE ContiguousView(const KvpoolKvGroup& group, uint32_t unit)
         : unit(unit), sink_tokens(group.sink_tokens), ring_tokens(group.ring_tokens) {}
-    // Makes place() cheap for positions from `position` on, and allows no others.
+    // Makes place() cheap for positions shortly behind `position`, and allows none before it.
     KV_DEVICE void begin_at(uint32_t position) {
         if (ring_tokens != 0) {
             anchor = position > sink_tokens ? position : sink_tokens;
@@ -66,9 +66,8 @@ struct ContiguousView {
             return {unit, position};
         }
         uint32_t behind = anchor_behind + (position - anchor);
-        if (behind >= ring_tokens) {
+        while (behind >= ring_tokens) {
             behind -= ring_tokens;
-            behind = behind < ring_tokens ? behind : behind % ring_tokens;
         }
         return {unit, sink_tokens + behind};
     }

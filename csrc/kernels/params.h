@@ -35,7 +35,7 @@
 //       D = the smallest of 64, 128, 256 that is not below head_dim;
 //       x<M>: items of at most 16 * M packed rows; M = 1 or, for D of 64 and 128, 2.
 //       x1 and x2 give the same bits: choose by the batch.
-//   plain, `w<W>`: everything else; W = the smallest of 128, 256, 1024 not below head_dim;
+//   plain, `w<W>`: everything else; W = the smallest of 128 (f32 only), 256, 1024 not below head_dim;
 //       items of at most KVPOOL_WIDE_ROWS(W) packed rows: 8, 8, 2.
 //
 // Items of attention

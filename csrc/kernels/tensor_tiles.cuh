@@ -177,16 +177,19 @@ struct TensorTiles {
     template <class View>
     KV_DEVICE void fetch_through(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
                                  float (&fetched)[SCALE_LOADS]) {
-        fetch_vectors<false>(view, at, first, stop, stage);
-        dev::cp_async_commit();
-        fetch_vectors<true>(view, at, first, stop, stage);
-        dev::cp_async_commit();
+        KV_UNROLL_BY(1)
+        for (int kind = 0; kind < 2; ++kind) {
+            fetch_vectors(view, at, first, stop, stage, kind != 0);
+            dev::cp_async_commit();
+        }
         fetch_scales(view, at, first, stop, fetched);
     }
-    template <bool IS_V, class View>
-    KV_DEVICE void fetch_vectors(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage) {
-        unsigned char* tile = (IS_V ? v_tiles : k_tiles) + stage * STAGE_BYTES;
+    template <class View>
+    KV_DEVICE void fetch_vectors(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
+                                 bool is_v) {
+        unsigned char* tile = (is_v ? v_tiles : k_tiles) + stage * STAGE_BYTES;
         const uint32_t chunk = dev::thread_x() % ROW_CHUNKS;
+        const uint64_t within = (is_v ? at.to_v : 0) + chunk * 16;
         KV_UNROLL
         for (int i = 0; i < COPIES; ++i) {
             const uint32_t key = dev::thread_x() / ROW_CHUNKS + i * (THREADS / ROW_CHUNKS);
@@ -194,10 +197,10 @@ struct TensorTiles {
             uint64_t from = p.pool;
             uint32_t bytes = 0;
             if (position < stop && rows.any_sees(position) && chunk * 16 < at.row_bytes) {
-                from = at.row(view.place(position)) + (IS_V ? at.to_v : 0) + chunk * 16;
+                from = at.row(view.place(position)) + within;
                 bytes = 16;
             }
-            const uint32_t place = INT8 && !IS_V ? swizzle_pairs<ROW_BYTES>(key, chunk)
+            const uint32_t place = INT8 && !is_v ? swizzle_pairs<ROW_BYTES>(key, chunk)
                                                  : swizzle<ROW_BYTES>(key, chunk);
             dev::cp_async_16_or_zero(tile + key * ROW_BYTES + place * 16, dev::at_address<const void>(from), bytes);
         }

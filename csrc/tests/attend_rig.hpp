@@ -34,7 +34,10 @@ inline bool has_tensor_path(const Shape& shape) {
     return shape.format.element != KVPOOL_FORMAT_F32 && shape.head_dim % 16 == 0 && shape.head_dim <= 256;
 }
 inline uint32_t tensor_width(uint32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
-inline uint32_t plain_width(uint32_t head_dim) { return head_dim <= 128 ? 128 : head_dim <= 256 ? 256 : 1024; }
+inline uint32_t plain_width(const Shape& shape) {
+    const bool f32 = shape.format.element == KVPOOL_FORMAT_F32;
+    return f32 && shape.head_dim <= 128 ? 128 : shape.head_dim <= 256 ? 256 : 1024;
+}
 
 // What a query at `position` sees: every key of `0..sinks` and `from..=position`.
 inline bool sees_key(const Shape& shape, uint32_t window, uint32_t position, uint32_t key) {
@@ -81,7 +84,7 @@ struct AttendRun {
             shared_bytes = KVPOOL_TENSOR_SHARED(shape.format.bytes, groups, width, deal.m);
             most = 16 * deal.m;
         } else {
-            const uint32_t width = plain_width(shape.head_dim);
+            const uint32_t width = plain_width(shape);
             kernel = head + "_w" + std::to_string(width);
             shared_bytes = KVPOOL_WIDE_SHARED(shape.head_dim, width);
             most = KVPOOL_WIDE_ROWS(width);

@@ -8,9 +8,11 @@ namespace {
 // Most that is moved, as a multiple of what must be.
 constexpr double BYTES_MOST = 1.02, SECTORS_MOST = 1.05;
 
-void report(const std::string& what, const kvpool::emu::Traffic& traffic, double read, double written) {
-    const double r = traffic.read_bytes / std::max(1.0, read), rs = traffic.read_sectors * 32.0 / std::max(1.0, read);
-    const double w = written > 0 ? traffic.write_bytes / written : 1, ws = written > 0 ? traffic.write_sectors * 32.0 / written : 1;
+// `read_apart`, `write_apart`: sectors that must be moved for runs shorter than a sector, beyond their bytes.
+void report(const std::string& what, const kvpool::emu::Traffic& traffic, double read, double written,
+            double read_apart = 0, double write_apart = 0) {
+    const double r = traffic.read_bytes / std::max(1.0, read), rs = traffic.read_sectors / (read / 32.0 + read_apart);
+    const double w = written > 0 ? traffic.write_bytes / written : 1, ws = written > 0 ? traffic.write_sectors / (written / 32.0 + write_apart) : 1;
     printf("%-64s reads %.4f, sectors %.4f; writes %.4f, sectors %.4f; bank conflicts %llu\n", what.c_str(), r, rs, w, ws,
            static_cast<unsigned long long>(traffic.bank_conflicts));
     CHECK(r <= BYTES_MOST, "%s: reads %.4f times what must be read", what.c_str(), r);
@@ -60,8 +62,10 @@ void append_traffic(const Format& format, uint32_t head_dim, uint32_t dtype) {
     run.launch(pool, 8);
     const double elements = 2.0 * tokens.size() * 8 * head_dim;
     const double scales = 2.0 * tokens.size() * 8 * pool.group.scales_per_row * 2;
+    // A token's scales lie apart, head by head, beside those of the tokens before: 2 to 16 bytes in a sector each.
+    const double apart = pool.group.scales_per_row > 0 ? 2.0 * tokens.size() * 8 - scales / 32.0 : 0;
     report(run.kernel(pool) + scale_name(format.scale) + ", dim " + std::to_string(head_dim), device.traffic(run.kernel(pool).c_str()),
-           elements * Tensor::element_bytes(dtype) + 8.0 * tokens.size(), elements * format.bytes + scales);
+           elements * Tensor::element_bytes(dtype) + 8.0 * tokens.size(), elements * format.bytes + scales, 0, apart);
 }
 
 void copy_traffic(const Format& format, uint32_t tokens) {
@@ -76,8 +80,11 @@ void copy_traffic(const Format& format, uint32_t tokens) {
     params.num_pairs = 3;
     run(device, "kvpool_copy_pairs", {4, 3}, {256}, 0, params);
     const double bytes = 3.0 * 2 * 4 * 8 * tokens * (128 * format.bytes + pool.group.scales_per_row * 2);
+    // Scales of a few tokens are less than a sector.
+    const double scales = tokens * pool.group.scales_per_row * 2;
+    const double apart = tokens < 32 ? 3.0 * 2 * 4 * 8 * (ceil(scales / 32) - scales / 32) : 0;
     report(std::string("copy ") + format.name + scale_name(format.scale) + ", tokens " + std::to_string(tokens) + " of 32",
-           device.traffic("kvpool_copy_pairs"), bytes, bytes);
+           device.traffic("kvpool_copy_pairs"), bytes, bytes, apart, apart);
 }
 
 }  // namespace
