@@ -245,7 +245,7 @@ void Driver::run_launch(Operation& operation) {
     launch.seed = settings.seed == 0 ? 0 : settings.seed * 0x9E3779B97F4A7C15ull + launch_number_;
     const CUresult planned = planned_failure(launch.kernel->name);
     if (planned != SUCCESS) {
-        break_context(planned, std::string(launch.kernel->name) + ": fails as planned");
+        break_context(planned, text_of("%s: fails as planned", launch.kernel->name));
         return;
     }
     const Fault fault = engine->run(launch, traffic[launch.kernel->name]);

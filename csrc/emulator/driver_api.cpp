@@ -69,6 +69,8 @@ CUresult put_copy(Driver& driver, CUstream stream_handle, Operation operation, b
 // From memory that is not pinned the driver takes the bytes at once; pinned memory is read when the copy is done.
 CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t bytes, CUstream stream, bool wait) {
     if (to == 0 || (from == nullptr && bytes != 0)) return INVALID_VALUE;
+    // Before the bytes are taken from the caller.
+    if (bytes != 0 && driver.memory->find(to, bytes) == nullptr) return INVALID_VALUE;
     driver.counters.copies_to_device += 1;
     driver.counters.bytes_to_device += bytes;
     Operation operation;

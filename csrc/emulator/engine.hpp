@@ -7,26 +7,22 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/mman.h>
 
-#include <string>
 #include <vector>
 
 #include "fault.hpp"
 #include "fiber.hpp"
 #include "memory.hpp"
 #include "registry.hpp"
+#include "shared_memory.hpp"
 #include "traffic.hpp"
+#include "trap.hpp"
 
 namespace kvpool::emu {
 
 constexpr uint32_t MAX_THREADS = 1024;
 constexpr uint32_t MAX_WARPS = MAX_THREADS / LANES;
 constexpr uint32_t MAX_BARRIERS = 16;
-// Static shared memory of a kernel, and dynamic shared memory of a launch, at most.
-constexpr size_t STATIC_SHARED_BYTES = 48 << 10;
-constexpr size_t DYNAMIC_SHARED_BYTES = 227 << 10;
-
 // What a collective exchanges: up to this many words a lane.
 constexpr uint32_t EXCHANGE_WORDS = 16;
 
@@ -87,12 +83,13 @@ struct Launch {
     // The parameter struct. [kernel->params_bytes]
     const void* params = nullptr;
     uint64_t seed = 0;
+    // Whether to count bank conflicts of load_shared, store_shared and ldmatrix, which takes time.
+    bool count_banks = false;
 };
 
 class Engine {
 public:
-    explicit Engine(DeviceMemory& memory);
-    ~Engine();
+    explicit Engine(DeviceMemory& memory) : memory_(memory) {}
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
@@ -104,7 +101,7 @@ public:
     Thread& self() { return *current_; }
     const Launch& launch() const { return launch_; }
     const Dim3& block_index() const { return block_index_; }
-    char* dynamic_shared() { return dynamic_ + DYNAMIC_SHARED_BYTES - dynamic_used_; }
+    char* dynamic_shared() const { return shared_.dynamic(); }
 
     // Waits for the other lanes of the warp at the same collective; `complete` runs once, in the last. What the lanes
     // wrote to `exchange` before is in what this gives, until the lane's next collective but one.
@@ -146,13 +143,9 @@ public:
         current_->warp->log.add(current_->lane, site, access, address, bytes);
         return p;
     }
-    // Whether an address is one of shared memory.
-    bool is_shared(const void* p) const {
-        const char* c = static_cast<const char*>(p);
-        return (c >= static_ && c < static_ + STATIC_SHARED_BYTES) ||
-               (c >= dynamic_ && c < dynamic_ + DYNAMIC_SHARED_BYTES);
-    }
-    void check_shared(const void* p, uint32_t bytes, Site site);
+    bool is_shared(const void* p) const { return shared_.contains(p); }
+    // Fails when the bytes are not inside shared memory, or not aligned. `counted`: for bank conflicts.
+    void check_shared(const void* p, uint32_t bytes, Site site, bool counted);
 
     // The variable that `key` stands for, the same for all threads of the block.
     void* static_shared(const void* key, size_t bytes, size_t alignment);
@@ -161,16 +154,10 @@ public:
     void commit_copies();
     void wait_copies(uint32_t groups_left);
 
-    [[noreturn]] void fail(FaultCode code, const std::string& what, Site site);
+    [[noreturn]] void fail(FaultCode code, const Text& what, Site site);
     Traffic& traffic() { return traffic_; }
 
 private:
-    struct StaticVariable {
-        const void* key;
-        size_t offset;
-        size_t bytes;
-    };
-
     static void thread_main();
     void run_block(const Dim3& index);
     void prepare_block();
@@ -179,8 +166,10 @@ private:
     Thread* next_thread();
     [[noreturn]] void fail_divergent(Collective collective, Site site);
     [[noreturn]] void fail_access(FaultCode code, Access access, uint64_t address, uint32_t bytes, Site site);
+    [[noreturn]] void fail_shared(const void* p, uint32_t bytes, Site site);
+    static void answer_trap(uint64_t address);
     [[noreturn]] void leave();
-    std::string where() const;
+    Text where() const;
     void release(Barrier& barrier);
 
     uint64_t next_random();
@@ -216,33 +205,11 @@ private:
     Fault fault_;
     Traffic traffic_;
 
-    // Two regions between pages that fault; of the dynamic one the end is used.
-    char* static_ = nullptr;
-    char* dynamic_ = nullptr;
-    size_t static_used_ = 0;
-    size_t dynamic_used_ = 0;
-    std::vector<StaticVariable> variables_;
+    SharedMemory shared_;
 };
 
 // The engine whose thread is running.
 inline Engine* engine = nullptr;
-
-inline Engine::Engine(DeviceMemory& memory) : memory_(memory) {
-    const size_t bytes = STATIC_SHARED_BYTES + DYNAMIC_SHARED_BYTES + 3 * GUARD_BYTES;
-    void* p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
-        fprintf(stderr, "kvpool emulator: no memory for shared memory\n");
-        abort();
-    }
-    static_ = static_cast<char*>(p) + GUARD_BYTES;
-    dynamic_ = static_ + STATIC_SHARED_BYTES + GUARD_BYTES;
-    mprotect(static_, STATIC_SHARED_BYTES, PROT_READ | PROT_WRITE);
-    mprotect(dynamic_, DYNAMIC_SHARED_BYTES, PROT_READ | PROT_WRITE);
-}
-
-inline Engine::~Engine() {
-    munmap(static_ - GUARD_BYTES, STATIC_SHARED_BYTES + DYNAMIC_SHARED_BYTES + 3 * GUARD_BYTES);
-}
 
 inline uint64_t Engine::next_random() {
     // splitmix64
@@ -260,15 +227,12 @@ inline Fault Engine::run(const Launch& launch, Traffic& traffic) {
     random_ = launch.seed;
     num_threads_ = static_cast<uint32_t>(launch.block.count());
     num_warps_ = (num_threads_ + LANES - 1) / LANES;
-    variables_.clear();
-    static_used_ = 0;
-    // A multiple of the alignment that the kernel is promised.
-    dynamic_used_ = (launch.shared_bytes + 127) / 128 * 128;
+    shared_.begin_launch(launch.shared_bytes);
     if (threads_.size() < num_threads_) threads_.resize(num_threads_);
     if (warps_.size() < num_warps_) warps_.resize(num_warps_);
 
-    Engine* const outer = engine;
     engine = this;
+    const Trap trap(answer_trap);
     const uint64_t blocks = launch.grid.count();
     // Block (i * stride + first) mod blocks is the i-th; a stride without a common factor visits each.
     uint64_t first = 0;
@@ -294,7 +258,7 @@ inline Fault Engine::run(const Launch& launch, Traffic& traffic) {
         run_block(Dim3{x, y, z});
         number = (number + stride) % blocks;
     }
-    engine = outer;
+    engine = nullptr;
     traffic_.launches = 1;
     traffic.add(traffic_);
     return fault_;
@@ -322,8 +286,7 @@ inline void Engine::prepare_block() {
         warp.order = next_order(LANES);
     }
     for (Barrier& barrier : barriers_) barrier = Barrier{};
-    memset(static_, 0xFF, static_used_);
-    memset(dynamic_ + DYNAMIC_SHARED_BYTES - dynamic_used_, 0xFF, dynamic_used_);
+    shared_.begin_block();
     num_ended_ = 0;
     warp_order_ = next_order(LANES);
 }
@@ -337,6 +300,31 @@ inline void Engine::run_block(const Dim3& index) {
     switch_fiber(scheduler_, current_->fiber);
     for (uint32_t w = 0; w < num_warps_; ++w) warps_[w].log.flush(traffic_);
     traffic_.blocks += 1;
+    if (fault_) return;
+    const Text damage = shared_.damage();
+    if (damage.chars[0] == '\0') return;
+    fault_.code = FaultCode::IllegalAddress;
+    fault_.text = text_of("%s, block (%u, %u, %u): ", launch_.kernel->name, index.x, index.y, index.z) + damage;
+}
+
+// A page fault of the running thread; see trap.hpp.
+inline void Engine::answer_trap(uint64_t address) {
+    Engine& self = *engine;
+    if (self.current_ == nullptr) return;
+    const void* p = reinterpret_cast<const void*>(address);
+    const auto stack = reinterpret_cast<uint64_t>(self.current_->fiber.stack);
+    if (self.memory_.is_device(address)) {
+        self.fail(FaultCode::IllegalAddress,
+                  text_of("dereferences the device address 0x%llx itself, not by load_*, store_* or their like: ",
+                          static_cast<unsigned long long>(address)) +
+                      self.memory_.nearest(address),
+                  Site{"somewhere", 0});
+    }
+    if (self.shared_.contains(p)) self.fail_shared(p, 1, Site{"somewhere", 0});
+    if (stack - address <= STACK_GUARD_BYTES) {
+        self.fail(FaultCode::LaunchFailed,
+                  text_of("more than %zu KiB of local variables", STACK_BYTES >> 10), Site{"somewhere", 0});
+    }
 }
 
 inline void Engine::thread_main() {
@@ -382,7 +370,7 @@ inline void Engine::go_on() {
 }
 
 inline void Engine::wait_barrier(uint32_t number, uint32_t threads, Site site) {
-    if (number >= MAX_BARRIERS) fail(FaultCode::LaunchFailed, "there are 16 barriers", site);
+    if (number >= MAX_BARRIERS) fail(FaultCode::LaunchFailed, text_of("there are 16 barriers"), site);
     Barrier& barrier = barriers_[number];
     if (threads == 0) threads = num_threads_;
     if (barrier.arrived == 0) {
@@ -415,48 +403,30 @@ inline void Engine::release(Barrier& barrier) {
     warp_order_ = next_order(LANES);
 }
 
-inline void Engine::check_shared(const void* p, uint32_t bytes, Site site) {
-    const char* c = static_cast<const char*>(p);
-    const bool in_static = c >= static_ && c + bytes <= static_ + static_used_;
-    const char* end = dynamic_ + DYNAMIC_SHARED_BYTES;
-    const char* start = end - dynamic_used_;
-    const bool in_dynamic = c >= start && c + bytes <= start + launch_.shared_bytes;
-    if (!in_static && !in_dynamic) {
-        std::string what = text_of("%u bytes outside the block's shared memory", bytes);
-        if (c >= start - DYNAMIC_SHARED_BYTES && c < end) {
-            what += text_of(", at %lld of %u dynamic bytes", static_cast<long long>(c - start),
-                            launch_.shared_bytes);
-        }
-        fail(FaultCode::IllegalAddress, what, site);
-    }
-    const uint64_t offset = in_static ? static_cast<uint64_t>(c - static_) : static_cast<uint64_t>(c - start);
+inline void Engine::check_shared(const void* p, uint32_t bytes, Site site, bool counted) {
+    size_t offset = 0;
+    if (!shared_.find(p, bytes, offset)) fail_shared(p, bytes, site);
     if (offset % bytes != 0) {
         fail(FaultCode::MisalignedAddress,
-             text_of("%u bytes of shared memory at offset %llu, which is not a multiple", bytes,
-                     static_cast<unsigned long long>(offset)),
-             site);
+             text_of("%u bytes of shared memory at offset %zu, which is not a multiple", bytes, offset), site);
+    }
+    if (counted && launch_.count_banks) {
+        current_->warp->log.add(current_->lane, site, Access::Shared, reinterpret_cast<uint64_t>(p), bytes);
     }
 }
 
 inline void* Engine::static_shared(const void* key, size_t bytes, size_t alignment) {
-    for (const StaticVariable& variable : variables_) {
-        if (variable.key == key) return static_ + variable.offset;
+    void* p = shared_.variable(key, bytes, alignment);
+    if (p == nullptr) {
+        fail(FaultCode::LaunchOutOfResources, text_of("more than 48 KiB of static shared memory"), Site::here());
     }
-    if (alignment < 16) alignment = 16;
-    const size_t offset = (static_used_ + alignment - 1) / alignment * alignment;
-    if (offset + bytes > STATIC_SHARED_BYTES) {
-        fail(FaultCode::LaunchOutOfResources, "more than 48 KiB of static shared memory", Site::here());
-    }
-    variables_.push_back(StaticVariable{key, offset, bytes});
-    static_used_ = offset + bytes;
-    memset(static_ + offset, 0xFF, bytes);
-    return static_ + offset;
+    return p;
 }
 
 inline void Engine::add_copy(void* shared, const void* global, uint32_t bytes, uint32_t size, Site site) {
-    check_shared(shared, size, site);
+    check_shared(shared, size, site, false);
     const uint64_t address = reinterpret_cast<uint64_t>(global);
-    if (bytes > size) fail(FaultCode::LaunchFailed, "copies more bytes than the copy is long", site);
+    if (bytes > size) fail(FaultCode::LaunchFailed, text_of("copies more bytes than the copy is long"), site);
     if (address % size != 0) fail_access(FaultCode::MisalignedAddress, Access::Read, address, size, site);
     const char* from = nullptr;
     if (bytes != 0) {
@@ -490,14 +460,14 @@ inline void Engine::wait_copies(uint32_t groups_left) {
     self.groups.erase(self.groups.begin(), self.groups.begin() + static_cast<ptrdiff_t>(done));
 }
 
-inline std::string Engine::where() const {
+inline Text Engine::where() const {
     const Dim3& b = block_index_;
     const Dim3& t = current_->index;
     return text_of("%s, block (%u, %u, %u), thread (%u, %u, %u)", launch_.kernel->name, b.x, b.y, b.z,
                    t.x, t.y, t.z);
 }
 
-inline void Engine::fail(FaultCode code, const std::string& what, Site site) {
+inline void Engine::fail(FaultCode code, const Text& what, Site site) {
     fault_.code = code;
     fault_.text = where() + text_of(", at %s:%d: ", site.name(), site.line) + what;
     leave();
@@ -519,6 +489,15 @@ inline void Engine::fail_access(FaultCode code, Access access, uint64_t address,
          text_of("%s %u bytes at 0x%llx%s: ", verb, bytes, static_cast<unsigned long long>(address), kind) +
              memory_.nearest(address),
          site);
+}
+
+inline void Engine::fail_shared(const void* p, uint32_t bytes, Site site) {
+    Text what = text_of("%u bytes outside the block's shared memory", bytes);
+    if (shared_.contains(p)) {
+        const auto offset = static_cast<long long>(static_cast<const char*>(p) - shared_.dynamic());
+        what = what + text_of(": byte %lld of %u dynamic ones", offset, shared_.dynamic_bytes());
+    }
+    fail(FaultCode::IllegalAddress, what, site);
 }
 
 inline void Engine::fail_divergent(Collective collective, Site site) {
@@ -553,7 +532,7 @@ inline void Engine::fail_stuck() {
                      barrier.arrived, barrier.expected, num_ended_),
              barrier.site);
     }
-    fail(FaultCode::LaunchFailed, "no thread can go on", Site::here());
+    fail(FaultCode::LaunchFailed, text_of("no thread can go on"), Site::here());
 }
 
 }  // namespace kvpool::emu

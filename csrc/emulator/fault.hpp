@@ -46,14 +46,26 @@ struct Site {
     }
 };
 
-// printf to a string.
-__attribute__((format(printf, 1, 2))) inline std::string text_of(const char* format, ...) {
-    char buffer[1024];
+// A message, without memory of its own to give back: the stack of a thread that erred is never unwound.
+struct Text {
+    char chars[1024];
+    operator std::string() const { return chars; }
+};
+
+// printf to a text.
+__attribute__((format(printf, 1, 2))) inline Text text_of(const char* format, ...) {
+    Text text;
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(buffer, sizeof buffer, format, arguments);
+    vsnprintf(text.chars, sizeof text.chars, format, arguments);
     va_end(arguments);
-    return buffer;
+    return text;
+}
+inline Text operator+(const Text& left, const Text& right) {
+    Text text = left;
+    const size_t length = strlen(left.chars);
+    snprintf(text.chars + length, sizeof text.chars - length, "%s", right.chars);
+    return text;
 }
 
 }  // namespace kvpool::emu

@@ -36,7 +36,9 @@ constexpr size_t STACK_BYTES = 256 << 10;
 #else
 constexpr size_t STACK_BYTES = 64 << 10;
 #endif
+// Of the pages that fault around memory, and below a stack: more than a function's frame.
 constexpr size_t GUARD_BYTES = 4096;
+constexpr size_t STACK_GUARD_BYTES = 1 << 20;
 
 // One line of execution: a thread of the block, or the scheduler on the caller's own stack.
 struct Fiber {
@@ -52,13 +54,13 @@ struct Fiber {
     void* fake_stack = nullptr;
 };
 
-// The stacks of as many fibers as a block has had so far; kept from launch to launch. Below each lies a page
-// that faults.
+// The stacks of as many fibers as a block has had so far; kept from launch to launch. Below each lie pages that
+// fault.
 class Stacks {
 public:
     Stacks() = default;
     ~Stacks() {
-        for (size_t i = 0; i < count_; ++i) munmap(stacks_[i] - GUARD_BYTES, GUARD_BYTES + STACK_BYTES);
+        for (size_t i = 0; i < count_; ++i) munmap(stacks_[i] - STACK_GUARD_BYTES, STACK_GUARD_BYTES + STACK_BYTES);
     }
     Stacks(const Stacks&) = delete;
     Stacks& operator=(const Stacks&) = delete;
@@ -77,13 +79,13 @@ private:
             fprintf(stderr, "kvpool emulator: a block has at most %zu threads\n", MAX_FIBERS);
             abort();
         }
-        void* p = mmap(nullptr, GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
+        void* p = mmap(nullptr, STACK_GUARD_BYTES + STACK_BYTES, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED || mprotect(p, GUARD_BYTES, PROT_NONE) != 0) {
+        if (p == MAP_FAILED || mprotect(p, STACK_GUARD_BYTES, PROT_NONE) != 0) {
             fprintf(stderr, "kvpool emulator: no memory for the stack of a thread\n");
             abort();
         }
-        stacks_[count_++] = static_cast<char*>(p) + GUARD_BYTES;
+        stacks_[count_++] = static_cast<char*>(p) + STACK_GUARD_BYTES;
     }
 
     char* stacks_[MAX_FIBERS] = {};

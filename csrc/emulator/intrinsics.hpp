@@ -136,7 +136,7 @@ inline T replace(T* p, Site site, Op op) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a number of 4 or 8 bytes");
     char* place = reinterpret_cast<char*>(p);
     if (emu::engine->is_shared(p)) {
-        emu::engine->check_shared(p, sizeof(T), site);
+        emu::engine->check_shared(p, sizeof(T), site, false);
     } else {
         place = emu::engine->global(emu::Access::Atomic, reinterpret_cast<uint64_t>(p), sizeof(T), site);
     }
@@ -163,14 +163,14 @@ inline T atomic_max(T* p, T value, Site site = Site::here()) {
 
 template <class T>
 inline T load_shared(const T* p, Site site = Site::here()) {
-    emu::engine->check_shared(p, sizeof(T), site);
+    emu::engine->check_shared(p, sizeof(T), site, true);
     T value;
     memcpy(&value, p, sizeof(T));
     return value;
 }
 template <class T>
 inline void store_shared(T* p, T value, Site site = Site::here()) {
-    emu::engine->check_shared(p, sizeof(T), site);
+    emu::engine->check_shared(p, sizeof(T), site, true);
     memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
 
@@ -242,7 +242,7 @@ template <uint32_t COUNT, bool TRANSPOSED>
 inline void load_matrices(uint32_t (&r)[COUNT], const void* row, Site site) {
     emu::Engine& engine = *emu::engine;
     const uint32_t lane = engine.self().lane;
-    if (lane < 8 * COUNT) engine.check_shared(row, 16, site);
+    if (lane < 8 * COUNT) engine.check_shared(row, 16, site, true);
     memcpy(engine.exchange()[lane], &row, sizeof row);
     auto& words = engine.meet(emu::Collective::LoadMatrix, site,
                               [](auto& all) { emu::load_matrices<COUNT, TRANSPOSED>(all); });

@@ -79,6 +79,7 @@ public:
         launch.shared_bytes = shared_bytes;
         launch.params = &params;
         launch.seed = seed;
+        launch.count_banks = count_banks;
         return engine_.run(launch, traffic_[kernel]);
     }
 
@@ -89,6 +90,8 @@ public:
 
     // 0: natural order of threads, warps and blocks. From KVPOOL_EMU_SEED at first.
     uint64_t seed = 0;
+    // Whether Traffic::bank_conflicts is counted.
+    bool count_banks = false;
 
 private:
     DeviceMemory memory_;

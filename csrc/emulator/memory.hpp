@@ -13,7 +13,6 @@
 #include <sys/mman.h>
 
 #include <map>
-#include <string>
 
 #include "fault.hpp"
 
@@ -117,8 +116,8 @@ public:
     }
 
     // "16 bytes past the end of the allocation of 4096 bytes at 0x…", for messages.
-    std::string nearest(uint64_t address) const {
-        if (ranges_.empty()) return "nothing is allocated";
+    Text nearest(uint64_t address) const {
+        if (ranges_.empty()) return text_of("nothing is allocated");
         auto after = ranges_.upper_bound(address);
         auto best = after;
         if (after == ranges_.end()) {

@@ -42,7 +42,7 @@ struct KernelRegistration {
         #name, sizeof(Params), most_threads,                                                       \
         [](const void* params) { name(*static_cast<const Params*>(params)); }};                    \
     static const ::kvpool::emu::KernelRegistration name##_registration{&name##_entry};             \
-    extern "C" void name(const Params& p)
+    extern "C" void name([[maybe_unused]] const Params& p)
 #define KV_KERNEL_BLOCKS(name, Params, most_threads, min_blocks)                                   \
     KV_KERNEL(name, Params, most_threads)
 

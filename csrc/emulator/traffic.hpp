@@ -17,7 +17,7 @@ namespace kvpool::emu {
 constexpr uint32_t LANES = 32;
 constexpr uint64_t SECTOR_BYTES = 32;
 
-enum class Access : uint8_t { Read = 0, Write = 1, Atomic = 2 };
+enum class Access : uint8_t { Read = 0, Write = 1, Atomic = 2, Shared = 3 };
 
 // Of one kernel, or of one launch. Bytes that several lanes of an instruction touch count once.
 struct Traffic {
@@ -46,6 +46,35 @@ struct Traffic {
         bank_conflicts += other.bank_conflicts;
     }
 };
+
+// Passes beyond one of a shared memory access, in each of the parts that the device splits it into: as many lanes as
+// 128 bytes hold. A bank holds every 32nd word of 4 bytes; lanes that want the same word share a pass.
+// starts: [LANES], of those lanes whose bit is set
+inline uint64_t bank_conflicts(const uint64_t* starts, uint32_t lanes, uint64_t bytes) {
+    constexpr uint32_t BANKS = 32;
+    const auto part = static_cast<uint32_t>(std::min<uint64_t>(LANES, 128 / bytes));
+    const uint64_t words = (bytes + 3) / 4;
+    uint64_t extra = 0;
+    for (uint32_t first = 0; first < LANES; first += part) {
+        // The distinct words of each bank.
+        uint64_t seen[BANKS][LANES];
+        uint32_t depth[BANKS] = {};
+        uint32_t deepest = 0;
+        for (uint32_t lane = first; lane < first + part; ++lane) {
+            if ((lanes >> lane & 1u) == 0) continue;
+            for (uint64_t w = 0; w < words; ++w) {
+                const uint64_t word = starts[lane] / 4 + w;
+                const auto bank = static_cast<uint32_t>(word % BANKS);
+                uint64_t* const known = seen[bank];
+                if (std::find(known, known + depth[bank], word) != known + depth[bank]) continue;
+                known[depth[bank]++] = word;
+                deepest = std::max(deepest, depth[bank]);
+            }
+        }
+        if (deepest > 1) extra += deepest - 1;
+    }
+    return extra;
+}
 
 // The logs of the lanes of one warp.
 class WarpLog {
@@ -88,6 +117,7 @@ private:
     };
     struct Run {
         uint64_t start, end;
+        uint32_t lane;
     };
 
     // Whether every lane that logged anything logged the same places in the same order.
@@ -109,8 +139,9 @@ private:
             Run runs[LANES];
             uint32_t count = 0;
             for (uint32_t rest = used_; rest != 0; rest &= rest - 1) {
-                const Entry& entry = lanes_[static_cast<uint32_t>(__builtin_ctz(rest))][i];
-                runs[count++] = Run{entry.address, entry.address + entry.bytes};
+                const auto lane = static_cast<uint32_t>(__builtin_ctz(rest));
+                const Entry& entry = lanes_[lane][i];
+                runs[count++] = Run{entry.address, entry.address + entry.bytes, lane};
             }
             count_instruction(traffic, first[i].key, runs, count);
         }
@@ -139,13 +170,24 @@ private:
             uint32_t count = 0;
             const Turn& first = turns_[i];
             for (; i < turns_.size() && turns_[i].key == first.key && turns_[i].turn == first.turn; ++i) {
-                runs[count++] = Run{turns_[i].address, turns_[i].address + turns_[i].bytes};
+                const Turn& turn = turns_[i];
+                runs[count++] = Run{turn.address, turn.address + turn.bytes, turn.lane};
             }
             count_instruction(traffic, first.key, runs, count);
         }
     }
 
     static void count_instruction(Traffic& traffic, uint64_t key, Run* runs, uint32_t count) {
+        if (static_cast<Access>(key >> 62) == Access::Shared) {
+            uint64_t starts[LANES] = {};
+            uint32_t lanes = 0;
+            for (uint32_t i = 0; i < count; ++i) {
+                starts[runs[i].lane] = runs[i].start;
+                lanes |= 1u << runs[i].lane;
+            }
+            traffic.bank_conflicts += bank_conflicts(starts, lanes, runs[0].end - runs[0].start);
+            return;
+        }
         // Mostly in order already.
         for (uint32_t i = 1; i < count; ++i) {
             const Run run = runs[i];
@@ -183,6 +225,8 @@ private:
                 break;
             case Access::Atomic:
                 traffic.atomics += count;
+                break;
+            case Access::Shared:
                 break;
         }
     }
