@@ -34,7 +34,6 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     using Base::SCALE_LOADS;
     using Base::STAGE_BYTES;
     using Base::SCALES;
-    using Base::WEIGHT_ROW;
     using Base::p;
     using Base::rows;
     using Base::kv_head;
@@ -45,7 +44,6 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     using Base::t;
     using Base::k_tiles;
     using Base::v_tiles;
-    using Base::weights;
     using Base::scales;
     using Base::maxima;
     using Base::sums;
@@ -55,6 +53,7 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     using Base::load_queries;
     using Base::fetch;
     using Base::place_scales;
+    using Base::place_weights;
     using Base::weight_fragments;
     using Base::value_fragments;
     using Base::has_chunk;
@@ -133,8 +132,7 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
                         x *= scales[TILE + key];
                         y *= scales[TILE + key + 1];
                     }
-                    const dev::Bytes8 pair = {{dev::f32_to_bits(x), dev::f32_to_bits(y)}};
-                    dev::store_shared(reinterpret_cast<dev::Bytes8*>(weights + row * WEIGHT_ROW + key), pair);
+                    place_weights(row, key, x, y);
                 }
                 sum[m][half] = added;
                 KV_UNROLL

@@ -68,21 +68,20 @@ KV_DEVICE void multiply_values(float (&c)[4], const uint32_t (&a)[4], uint32_t b
 }
 
 // Two numbers as halves, and what that leaves out of them as halves once more: together 21 bits (f16)
-// or 16 bits (bf16) of each. Nothing is left of what is not finite.
+// or 16 bits (bf16) of each.
 template <bool BF16>
 KV_DEVICE void split_halves(float x, float y, uint32_t& high, uint32_t& low) {
-    if constexpr (BF16) {
-        high = dev::pack_bf16(x, y);
-        const dev::Float2 rounded = dev::unpack_bf16(high);
-        low = dev::pack_bf16(x - rounded.x, y - rounded.y);
-    } else {
-        high = dev::pack_f16(x, y);
-        const dev::Float2 rounded = dev::unpack_f16(high);
-        low = dev::pack_f16(x - rounded.x, y - rounded.y);
-    }
+    high = BF16 ? dev::pack_bf16(x, y) : dev::pack_f16(x, y);
+    const dev::Float2 rounded = BF16 ? dev::unpack_bf16(high) : dev::unpack_f16(high);
+    const float rest_x = x - rounded.x, rest_y = y - rounded.y;
+    low = BF16 ? dev::pack_bf16(rest_x, rest_y) : dev::pack_f16(rest_x, rest_y);
+}
+// The low halves, without those beside a high half that is not finite: these would make a NaN of an infinity.
+template <bool BF16>
+KV_DEVICE uint32_t low_of_finite(uint32_t high, uint32_t low) {
     constexpr uint32_t EXPONENT = BF16 ? 0x7F80u : 0x7C00u;
     low &= (high & EXPONENT) == EXPONENT ? 0xFFFF0000u : 0xFFFFFFFFu;
-    low &= ((high >> 16) & EXPONENT) == EXPONENT ? 0x0000FFFFu : 0xFFFFFFFFu;
+    return low & (((high >> 16) & EXPONENT) == EXPONENT ? 0x0000FFFFu : 0xFFFFFFFFu);
 }
 
 // The column of the score product that element `dim` of Q and K goes to.

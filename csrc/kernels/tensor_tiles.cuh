@@ -30,7 +30,9 @@ struct TensorTiles {
     static constexpr int SCALE_LOADS = (2 * TILE * SCALES + THREADS - 1) / THREADS;
     static constexpr int STAGE_BYTES = TILE * ROW_BYTES;
     static constexpr int Q_ROW = D * 2;            // bytes
-    static constexpr int WEIGHT_ROW = TILE + 8;    // floats: four rows lie in different banks
+    // Weights lie as two halves, ready to be multiplied; with a scale for every 32 elements as floats, since each group of
+    // dims multiplies them with others. Of floats, four rows lie in different banks.
+    static constexpr int WEIGHT_ROW = GROUPS ? (TILE + 8) * 4 : TILE * 2;  // bytes
 
     const KvpoolAttendParams& p;
     Rows rows;
@@ -44,7 +46,7 @@ struct TensorTiles {
     unsigned char* v_tiles;  // [2][TILE][ROW_BYTES]
     unsigned char* q_high;   // [ROWS][Q_ROW]
     unsigned char* q_low;    // [ROWS][Q_ROW]
-    float* weights;          // [ROWS][WEIGHT_ROW]
+    unsigned char* weights;  // [ROWS][WEIGHT_ROW], twice if halves
     float* stage_scales;     // [2][K, V][SCALES][TILE]; INT8
     float* maxima;           // [WARPS][ROWS]
     float* sums;             // [WARPS][ROWS]
@@ -70,8 +72,8 @@ struct TensorTiles {
         v_tiles = k_tiles + 2 * STAGE_BYTES;
         q_high = v_tiles + 2 * STAGE_BYTES;
         q_low = q_high + ROWS * Q_ROW;
-        weights = reinterpret_cast<float*>(q_low + ROWS * Q_ROW);
-        stage_scales = weights + ROWS * WEIGHT_ROW;
+        weights = q_low + ROWS * Q_ROW;
+        stage_scales = reinterpret_cast<float*>(weights + (GROUPS ? 1 : 2) * ROWS * WEIGHT_ROW);
         scales = stage_scales;
         maxima = stage_scales + 2 * 2 * SCALES * TILE;
         sums = maxima + WARPS * ROWS;
@@ -90,7 +92,7 @@ struct TensorTiles {
             const uint32_t column = query_column<Fmt>(dim + 2 * pair);
             const uint32_t at = row * Q_ROW + swizzle<Q_ROW>(row, column / 8) * 16 + column % 8 * 2;
             dev::store_shared(reinterpret_cast<uint32_t*>(q_high + at), high);
-            dev::store_shared(reinterpret_cast<uint32_t*>(q_low + at), low);
+            dev::store_shared(reinterpret_cast<uint32_t*>(q_low + at), low_of_finite<Q_BF16>(high, low));
         }
     }
 
@@ -276,20 +278,39 @@ struct TensorTiles {
         }
     }
 
-    // Weights of 16 keys as two halves each, times the values' scales of this warp's group of dims.
+    // Where 16 bytes of a row's weights in halves lie.
+    KV_DEVICE uint32_t weight_chunk(uint32_t row, uint32_t chunk) const {
+        return row * WEIGHT_ROW + swizzle<WEIGHT_ROW>(row, chunk) * 16;
+    }
+    // Places the weights of two neighbouring keys.
+    KV_DEVICE void place_weights(uint32_t row, uint32_t key, float x, float y) {
+        if constexpr (GROUPS) {
+            const dev::Bytes8 pair = {{dev::f32_to_bits(x), dev::f32_to_bits(y)}};
+            dev::store_shared(reinterpret_cast<dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4), pair);
+        } else {
+            uint32_t high, low;
+            split_halves<V_BF16>(x, y, high, low);
+            unsigned char* to = weights + weight_chunk(row, key / 8) + key % 8 * 2;
+            dev::store_shared(reinterpret_cast<uint32_t*>(to), high);
+            dev::store_shared(reinterpret_cast<uint32_t*>(to + ROWS * WEIGHT_ROW), low);
+        }
+    }
+    // Weights of 16 keys as two halves each, times the values' scales of the chunk's group of dims.
     KV_DEVICE void weight_fragments(int m, int step, int chunk, uint32_t (&high)[4], uint32_t (&low)[4]) const {
-        KV_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t row = 16 * m + g + 8 * (i % 2), key = 16 * step + 2 * t + 8 * (i / 2);
-            const auto raw =
-                dev::load_shared(reinterpret_cast<const dev::Bytes8*>(weights + row * WEIGHT_ROW + key));
-            float x = dev::bits_to_f32(raw.word[0]), y = dev::bits_to_f32(raw.word[1]);
-            if constexpr (GROUPS) {
+        if constexpr (GROUPS) {
+            KV_UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t row = 16 * m + g + 8 * (i % 2), key = 16 * step + 2 * t + 8 * (i / 2);
+                const auto raw =
+                    dev::load_shared(reinterpret_cast<const dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4));
                 const float* scale = scales + (SCALES + (warp * DIMS + 16 * chunk) / 32) * TILE + key;
-                x *= scale[0];
-                y *= scale[1];
+                split_halves<V_BF16>(dev::bits_to_f32(raw.word[0]) * scale[0], dev::bits_to_f32(raw.word[1]) * scale[1],
+                                     high[i], low[i]);
             }
-            split_halves<V_BF16>(x, y, high[i], low[i]);
+        } else {
+            const unsigned char* from = weights + weight_chunk(16 * m + lane % 16, 2 * step + lane / 16);
+            dev::ldmatrix_x4(high, from);
+            dev::ldmatrix_x4(low, from + ROWS * WEIGHT_ROW);
         }
     }
     // V of 16 keys and 16 dims of this warp: the two n-tiles' b0 and b1.

@@ -26,8 +26,9 @@ std::string text(const Pool& pool, const AttendCall& call, const Deal& deal) {
 }
 
 // Fills sequence 0 with `length` tokens and lets the last `rows` of them attend, in every way there is.
-void check_all_ways(Device& device, const Shape& shape, AttendCall call, uint32_t length, uint32_t rows) {
-    Pool pool(device, shape, 1, 7);
+void check_all_ways(Device& device, const Shape& shape, AttendCall call, uint32_t length, uint32_t rows,
+                    uint64_t base = Pool::BASE) {
+    Pool pool(device, shape, 1, 7, base);
     std::vector<Token> tokens;
     // A ring holds the latest only.
     uint32_t from = 0;
@@ -48,6 +49,33 @@ void check_all_ways(Device& device, const Shape& shape, AttendCall call, uint32_
             deal.split = split;
             AttendRun run(pool, call, {{0, length - rows, rows}}, deal);
             run.check(run.launch(), text(pool, call, deal));
+        }
+    }
+}
+
+// Where every score is -infinity the result is 0 and its logarithm -infinity, and nothing is NaN.
+void check_no_finite_score(const Format& format) {
+    Device device;
+    Pool pool(device, shape_of(format, 64, 1, 16, 20, 1), 1, 7);
+    std::vector<Token> tokens;
+    for (uint32_t i = 0; i < 20; ++i) tokens.push_back({0, i});
+    AppendRun run(pool, KVPOOL_DTYPE_F32, tokens, 1);
+    // One element is -infinity, and its query positive.
+    for (uint32_t i = 0; i < 20; ++i) run.k.set(i * 64 + 3, -INFINITY);
+    run.launch(pool, 2);
+    AttendCall call;
+    call.layer = 1;
+    for (const bool tensor : {false, true}) {
+        for (const bool split : {false, true}) {
+            if (tensor && !has_tensor_path(pool.shape)) continue;
+            Deal deal;
+            deal.tensor = tensor;
+            deal.split = split;
+            // The row at hand whose query's element 3 is positive, or else turned.
+            call.q_factor = query(0, 19, 0, 3) > 0 ? 1.0f : -1.0f;
+            const Answer answer = AttendRun(pool, call, {{0, 19, 1}}, deal).launch();
+            for (const float x : answer.out) CHECK(x == 0, "%s, tensor %d: %g", format.name, tensor, x);
+            CHECK(answer.lse[0] == -INFINITY, "%s, tensor %d: lse %g", format.name, tensor, answer.lse[0]);
         }
     }
 }
@@ -98,6 +126,23 @@ int main() {
                 }
             }
         }
+        // Queries beyond the range of halves, either way.
+        for (const float factor : {1e6f, 1e-20f}) {
+            Device device;
+            AttendCall call;
+            call.q_per_kv = 2;
+            call.q_factor = factor;
+            call.softmax_scale = 0.2f / factor;
+            check_all_ways(device, shape_of(format, 64, 1, 16, 100, 1), call, 100, 3);
+            ++cases;
+        }
+        {
+            // Offsets beyond 32 bits.
+            Device device(8ull << 30);
+            check_all_ways(device, shape_of(format, 64, 2, 16, 100, 1), AttendCall(), 100, 3, (5ull << 30) + 4096);
+            ++cases;
+        }
+        if (format.element != KVPOOL_FORMAT_INT8) check_no_finite_score(format);
         printf("%s%s: as in double\n", format.name, scale_name(format.scale));
         fflush(stdout);
     }

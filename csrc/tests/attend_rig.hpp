@@ -21,6 +21,7 @@ struct AttendCall {
     uint32_t q_dtype = KVPOOL_DTYPE_F32;
     uint32_t out_dtype = KVPOOL_DTYPE_F32;
     float softmax_scale = 0.3f;
+    float q_factor = 1.0f;  // on the usual queries
 };
 
 // Some rows of a sequence in a step.
@@ -158,7 +159,7 @@ struct AttendRun {
                 for (uint32_t head = 0; head < num_q_heads; ++head) {
                     for (uint32_t i = 0; i < shape.head_dim; ++i) {
                         q.set((static_cast<size_t>(row) * num_q_heads + head) * shape.head_dim + i,
-                              query(chunk.seq, chunk.first_position + r, head, i));
+                              call.q_factor * query(chunk.seq, chunk.first_position + r, head, i));
                     }
                 }
             }

@@ -123,11 +123,12 @@ struct Pool {
     std::vector<std::vector<uint32_t>> tables;  // of each sequence: its blocks, or its unit
 
     static constexpr uint64_t BASE = 4096;
+    uint64_t base;  // byte offset of unit 0
 
-    Pool(Device& device, const Shape& shape, uint32_t sequences, uint32_t seed)
-        : shape(shape), group(layout_of(shape, BASE)), device(device),
-          bytes(device.array<uint8_t>(BASE + group.unit_bytes * shape.units)) {
-        memset(bytes.host(), 0xFF, bytes.size());
+    Pool(Device& device, const Shape& shape, uint32_t sequences, uint32_t seed, uint64_t base = BASE)
+        : shape(shape), group(layout_of(shape, base)), device(device),
+          bytes(device.array<uint8_t>(base + group.unit_bytes * shape.units)), base(base) {
+        memset(bytes.host() + base, 0xFF, bytes.size() - base);
         // Units in no order.
         std::vector<uint32_t> units(shape.units);
         for (uint32_t i = 0; i < shape.units; ++i) units[i] = i;
@@ -165,13 +166,13 @@ struct Pool {
     uint8_t* row(uint32_t seq, uint32_t layer, bool is_v, uint32_t head, uint32_t position) const {
         uint32_t unit, token;
         place(seq, position, unit, token);
-        return bytes.host() + BASE + unit * group.unit_bytes +
+        return bytes.host() + base + unit * group.unit_bytes +
                row_index(layer, is_v, head, token) * shape.head_dim * shape.format.bytes;
     }
     uint8_t* scales(uint32_t seq, uint32_t layer, bool is_v, uint32_t head, uint32_t position) const {
         uint32_t unit, token;
         place(seq, position, unit, token);
-        return bytes.host() + BASE + unit * group.unit_bytes + group.scales_at +
+        return bytes.host() + base + unit * group.unit_bytes + group.scales_at +
                row_index(layer, is_v, head, token) * group.scales_per_row * 2;
     }
     // One vector as it is stored, widened.

@@ -96,8 +96,10 @@ int main() {
         }
         for (const uint32_t tokens : {32u, 16u, 8u}) copy_traffic(format, tokens);
         for (const uint32_t addressing : {KVPOOL_ADDRESSING_BLOCKS, KVPOOL_ADDRESSING_SLOT}) {
-            decode(format, 128, 8, addressing, false);
-            if (format.element != KVPOOL_FORMAT_F32) {
+            // Each geometry by the kernel that it has.
+            if (format.element == KVPOOL_FORMAT_F32) {
+                decode(format, 128, 8, addressing, false);
+            } else {
                 for (const auto& [dim, group] : {std::pair{64u, 4u}, {128u, 8u}, {128u, 1u}, {256u, 2u}}) {
                     decode(format, dim, group, addressing, true);
                 }
