@@ -85,14 +85,25 @@ struct TensorTiles {
 
     // Places four elements of Q, as halves and what these leave out.
     KV_DEVICE void place_queries(uint32_t row, uint32_t dim, const float (&x)[4]) {
+        dev::Bytes8 high, low;
         KV_UNROLL
         for (int pair = 0; pair < 2; ++pair) {
-            uint32_t high, low;
-            split_halves<Q_BF16>(x[2 * pair], x[2 * pair + 1], high, low);
-            const uint32_t column = query_column<Fmt>(dim + 2 * pair);
-            const uint32_t at = row * Q_ROW + swizzle<Q_ROW>(row, column / 8) * 16 + column % 8 * 2;
-            dev::store_shared(reinterpret_cast<uint32_t*>(q_high + at), high);
-            dev::store_shared(reinterpret_cast<uint32_t*>(q_low + at), low_of_finite<Q_BF16>(high, low));
+            split_halves<Q_BF16>(x[2 * pair], x[2 * pair + 1], high.word[pair], low.word[pair]);
+            low.word[pair] = low_of_finite<Q_BF16>(high.word[pair], low.word[pair]);
+        }
+        const auto at = [row](uint32_t column) {
+            return row * Q_ROW + swizzle<Q_ROW>(row, column / 8) * 16 + column % 8 * 2;
+        };
+        if constexpr (INT8) {
+            KV_UNROLL
+            for (int pair = 0; pair < 2; ++pair) {
+                const uint32_t to = at(query_column<Fmt>(dim + 2 * pair));
+                dev::store_shared(reinterpret_cast<uint32_t*>(q_high + to), high.word[pair]);
+                dev::store_shared(reinterpret_cast<uint32_t*>(q_low + to), low.word[pair]);
+            }
+        } else {
+            dev::store_shared(reinterpret_cast<dev::Bytes8*>(q_high + at(dim)), high);
+            dev::store_shared(reinterpret_cast<dev::Bytes8*>(q_low + at(dim)), low);
         }
     }
 

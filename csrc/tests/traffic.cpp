@@ -15,6 +15,9 @@ void report(const std::string& what, const kvpool::emu::Traffic& traffic, double
     const double w = written > 0 ? traffic.write_bytes / written : 1, ws = written > 0 ? traffic.write_sectors / (written / 32.0 + write_apart) : 1;
     printf("%-64s reads %.4f, sectors %.4f; writes %.4f, sectors %.4f; bank conflicts %llu\n", what.c_str(), r, rs, w, ws,
            static_cast<unsigned long long>(traffic.bank_conflicts));
+    // (Where Q is placed for INT8, once a split, there are two passes instead of one.)
+    CHECK(traffic.bank_conflicts <= 128 * traffic.blocks, "%s: %llu bank conflicts in %llu blocks", what.c_str(),
+          static_cast<unsigned long long>(traffic.bank_conflicts), static_cast<unsigned long long>(traffic.blocks));
     CHECK(r <= BYTES_MOST, "%s: reads %.4f times what must be read", what.c_str(), r);
     CHECK(rs <= SECTORS_MOST, "%s: reads %.4f times the sectors", what.c_str(), rs);
     CHECK(w <= BYTES_MOST, "%s: writes %.4f times what must be written", what.c_str(), w);
@@ -39,6 +42,7 @@ void decode(const Format& format, uint32_t head_dim, uint32_t q_per_kv, uint32_t
     deal.tensor = tensor;
     AttendRun run(pool, call, {{0, length - 1, 1}, {1, length - 1, 1}}, deal);
     device.clear_traffic();
+    device.count_banks = true;
     run.launch();
     const double row = head_dim * format.bytes + pool.group.scales_per_row * 2;
     const double kv = 2.0 * sequences * heads * length * row;
@@ -59,6 +63,7 @@ void append_traffic(const Format& format, uint32_t head_dim, uint32_t dtype) {
     for (uint32_t i = 0; i < 512; ++i) tokens.push_back({0, i});
     AppendRun run(pool, dtype, tokens, 0);
     device.clear_traffic();
+    device.count_banks = true;
     run.launch(pool, 8);
     const double elements = 2.0 * tokens.size() * 8 * head_dim;
     const double scales = 2.0 * tokens.size() * 8 * pool.group.scales_per_row * 2;
