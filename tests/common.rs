@@ -3,9 +3,9 @@
 
 use kvpool::cache::{AttendOptions, Cache, SeqHandle};
 use kvpool::config::{
-    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, DeviceConfig, Format,
-    Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig, ModelConfig, PoolConfig,
-    ScaleKind, StaticScale,
+    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, DeviceConfig,
+    DeviceKind, Format, Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig,
+    ModelConfig, PoolConfig, ScaleKind, StaticScale,
 };
 use kvpool::device::{TensorMut, TensorRef};
 use kvpool::error::{CacheError, PlanError};
@@ -123,10 +123,14 @@ impl Spec {
                     .then_some(HybridConfig { contiguous_layers }),
             },
             pool: PoolConfig { capacity: self.capacity, ..PoolConfig::default() },
-            device: DeviceConfig {
-                threads: self.threads,
-                kernel: self.kernel,
-                ..DeviceConfig::default()
+            device: if on_cuda() {
+                DeviceConfig { kind: DeviceKind::Cuda, ..DeviceConfig::default() }
+            } else {
+                DeviceConfig {
+                    threads: self.threads,
+                    kernel: self.kernel,
+                    ..DeviceConfig::default()
+                }
             },
             workload: None,
             variant: Vec::new(),
@@ -142,8 +146,23 @@ impl Spec {
     }
 
     pub(crate) fn open(&self) -> Cache {
-        Cache::open_on_cpu(self.plan(), &self.config().device, None).expect("opens")
+        Cache::open_on_device(self.plan(), &self.config().device, None).expect("opens")
     }
+
+    /// On the CPU, also where the tests run on a GPU.
+    pub(crate) fn open_on_cpu(&self) -> Cache {
+        let device =
+            DeviceConfig { threads: self.threads, kernel: self.kernel, ..DeviceConfig::default() };
+        Cache::open_on_cpu(self.plan(), &device, None).expect("opens")
+    }
+}
+
+/// The variable that makes the tests run on a CUDA device; `tests/cuda` sets it.
+pub(crate) const DEVICE_VAR: &str = "KVPOOL_TEST_DEVICE";
+
+/// Whether the tests run on a CUDA device.
+pub(crate) fn on_cuda() -> bool {
+    std::env::var(DEVICE_VAR).is_ok_and(|device| device == "cuda")
 }
 
 /// All three modes of a spec whose layer list has at least two layers.

@@ -13,6 +13,7 @@ mod build_script;
 mod cli;
 mod common;
 mod config;
+mod cuda;
 mod edge_admission;
 mod edge_blocks;
 

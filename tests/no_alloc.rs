@@ -3,10 +3,14 @@
 //! A binary of its own, without the test harness, so that the counts are this file's alone.
 
 #![expect(clippy::cast_possible_truncation, reason = "small numbers of a test")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 #![expect(clippy::print_stdout, reason = "a test without a harness reports for itself")]
 
 #[allow(dead_code, reason = "shared with the other integration tests, which use all of it")]
 mod common;
+#[allow(dead_code, reason = "shared with the tests of the CUDA device")]
+#[path = "cuda/emulator.rs"]
+mod emulator;
 
 use common::{FORMATS, MODES, Rng, Spec};
 use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
@@ -43,6 +47,25 @@ fn main() {
     edge_10_a_whole_trace_allocates_nothing();
     large_steps_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
+    if !common::on_cuda() {
+        the_same_on_the_emulated_cuda_device();
+    }
+}
+
+/// Runs this program again, on the emulated driver.
+fn the_same_on_the_emulated_cuda_device() {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        println!("skipped: the emulator runs on Linux on x86-64 only");
+        return;
+    }
+    let status = std::process::Command::new(std::env::current_exe().expect("a path"))
+        .env("LD_LIBRARY_PATH", emulator::folder())
+        .env(common::DEVICE_VAR, "cuda")
+        .envs(emulator::sanitizer_variables())
+        .status()
+        .expect("starts");
+    assert!(status.success(), "on the emulated CUDA device");
+    println!("the_same_on_the_emulated_cuda_device ... ok");
 }
 
 /// The counter counts: a test that could not fail would be worth nothing.
@@ -57,6 +80,9 @@ fn edge_10_a_whole_trace_allocates_nothing() {
     for mode in MODES {
         for (format, scale) in FORMATS {
             for kernel in [KernelChoice::Auto, KernelChoice::Reference] {
+                if common::on_cuda() && kernel == KernelChoice::Reference {
+                    continue;
+                }
                 for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
                     let spec = Spec {
                         format,
@@ -79,7 +105,9 @@ fn edge_10_a_whole_trace_allocates_nothing() {
             }
         }
     }
-    assert!(verbs > 10_000 && refused > 2_000, "{verbs} verbs, {refused} refused");
+    // A GPU has one choice of kernels.
+    let (most, few) = if common::on_cuda() { (5_000, 1_000) } else { (10_000, 2_000) };
+    assert!(verbs > most && refused > few, "{verbs} verbs, {refused} refused");
     println!("edge_10_a_whole_trace_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
 }
 

@@ -63,7 +63,7 @@ unsafe fn put(
 }
 
 /// So many elements at an address of the workspace.
-fn at(address: u64, len: usize, dtype: DType) -> DeviceTensor {
+pub(super) fn at(address: u64, len: usize, dtype: DType) -> DeviceTensor {
     // SAFETY: the workspace is there as long as the device, and its stream's order is what keeps
     // writers and readers of it apart.
     unsafe { DeviceTensor::new(address, len, dtype) }

@@ -13,7 +13,7 @@ use super::images::{EMULATED_IMAGE, IMAGES};
 use crate::config::{Format, ScaleKind};
 use crate::device::DType;
 use crate::error::DeviceError;
-use crate::plan::KvFormat;
+use crate::plan::{KvFormat, SCALE_GROUP};
 
 /// Threads of a block of the kernels that move bytes, and of those that attend.
 const MOVE_THREADS: u32 = 256;
@@ -23,9 +23,6 @@ const WARP_THREADS: u32 = 32;
 /// Blocks of a grid for each multiprocessor, at most: the kernels go through more work in strides.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 
-/// Whether the kernels for the tensor cores are there.
-const TENSOR_CORES: bool = false;
-
 /// The kernels of one plan, loaded.
 #[derive(Debug)]
 pub(super) struct Kernels {
@@ -34,13 +31,21 @@ pub(super) struct Kernels {
     modules: Vec<Module>,
     /// For K and V in f32, f16 and bf16.
     append: [Function; 3],
-    attend: Function,
+    /// For items of few packed rows, and for those of twice as many where there is such a kernel.
+    attend: [Attend; 2],
     path: Path,
-    attend_shared: u32,
     combine: Function,
     copy_pairs: Function,
     /// Blocks of a grid in x, at most.
     most_blocks: u32,
+}
+
+/// One attention kernel.
+#[derive(Clone, Copy, Debug)]
+struct Attend {
+    function: Function,
+    item_rows: u32,
+    shared_bytes: u32,
 }
 
 /// What kind of attention kernel.
@@ -55,39 +60,45 @@ pub(super) enum Path {
 impl Path {
     /// Follows from format and `head_dim` alone.
     pub(super) fn of(format: KvFormat, head_dim: u32) -> Self {
-        let fits = format.element != Format::F32 && head_dim.is_multiple_of(16) && head_dim <= 256;
-        if TENSOR_CORES && fits {
+        let f32 = format.element == Format::F32;
+        if !f32 && head_dim.is_multiple_of(16) && head_dim <= 256 {
             return Self::Tensor(head_dim.next_power_of_two().max(64));
         }
         match head_dim {
-            0..=128 => Self::Plain(128),
-            129..=256 => Self::Plain(256),
+            0..=128 if f32 => Self::Plain(128),
+            0..=256 => Self::Plain(256),
             _ => Self::Plain(1024),
         }
     }
 
-    /// Packed rows of an item (`KVPOOL_WIDE_ROWS`).
-    pub(super) const fn item_rows(self) -> u32 {
+    /// Packed rows of an item (`KVPOOL_WIDE_ROWS`, or 16 and 32), of the two sizes that there are.
+    const fn item_rows(self) -> [u32; 2] {
         match self {
-            Self::Plain(..=256) => 8,
-            Self::Plain(_) => 2,
-            Self::Tensor(_) => 16,
+            Self::Plain(..=256) => [8, 8],
+            Self::Plain(_) => [2, 2],
+            Self::Tensor(..=128) => [16, 32],
+            Self::Tensor(_) => [16, 16],
         }
     }
 
-    /// Dynamic shared bytes (`KVPOOL_WIDE_SHARED`, `KVPOOL_TENSOR_SHARED`).
-    pub(super) const fn shared_bytes(self, head_dim: u32, element_bytes: u32) -> u32 {
+    /// Dynamic shared bytes of a kernel of so many packed rows an item (`KVPOOL_WIDE_SHARED`,
+    /// `KVPOOL_TENSOR_SHARED`).
+    const fn shared_bytes(self, rows: u32, head_dim: u32, format: KvFormat) -> u32 {
         let units = crate::plan::SPLIT_TOKENS * 4;
-        let rows = self.item_rows();
         match self {
             Self::Plain(_) => 3 * rows * head_dim * 4 + 6 * rows * 4 + units,
             Self::Tensor(dim) => {
                 let tile = if dim > 128 { 32 } else { 64 };
-                let tiles = 4 * tile * dim * element_bytes;
+                // Two stages of K and of V.
+                let tiles = 4 * tile * dim * format.element_bytes();
                 let queries = 2 * rows * dim * 2;
-                let weights = 2 * rows * tile * 2;
-                let scales = 2 * tile * (dim / 32) * 4;
-                tiles + queries + weights + scales + rows * 4 * 4 + units
+                let weights = rows * (tile + 8) * 4;
+                let scales_per_row = match format.scale {
+                    Some(ScaleKind::PerGroup32) => dim / SCALE_GROUP,
+                    _ => 1,
+                };
+                let scales = 4 * scales_per_row * tile * 4;
+                tiles + queries + weights + scales + 9 * rows * 4 + units
             }
         }
     }
@@ -101,10 +112,10 @@ impl Path {
     }
 
     /// The end of the kernel's name.
-    fn suffix(self) -> String {
+    fn suffix(self, rows: u32) -> String {
         match self {
             Self::Plain(width) => format!("w{width}"),
-            Self::Tensor(dim) => format!("t{dim}x1"),
+            Self::Tensor(dim) => format!("t{dim}x{}", rows / 16),
         }
     }
 }
@@ -187,20 +198,27 @@ impl Kernels {
             search.find("kvpool_append_", &format!("kvpool_append_{source}_{element}"))
         };
         let path = Path::of(format, head_dim);
-        let attend = format!("kvpool_attend_{}_{}", format_name(format), path.suffix());
+        let attend = |item_rows: u32| {
+            let name = format!("kvpool_attend_{}_{}", format_name(format), path.suffix(item_rows));
+            let function = search.find("kvpool_attend_", &name)?;
+            let shared_bytes = path.shared_bytes(item_rows, head_dim, format);
+            Ok(Attend { function, item_rows, shared_bytes })
+        };
+        let [few, many] = path.item_rows();
         let kernels = Self {
             modules: Vec::new(),
             append: [append("f32")?, append("f16")?, append("bf16")?],
-            attend: search.find("kvpool_attend_", &attend)?,
+            attend: [attend(few)?, attend(many)?],
             path,
-            attend_shared: path.shared_bytes(head_dim, format.element_bytes()),
             combine: search.find("kvpool_combine", "kvpool_combine")?,
             copy_pairs: search.find("kvpool_copy_pairs", "kvpool_copy_pairs")?,
             most_blocks: BLOCKS_PER_MULTIPROCESSOR * target.multiprocessors,
         };
         // Asking for an attribute also has a kernel loaded that the driver would load when it is
         // launched first.
-        cx.allow_shared(kernels.attend, kernels.attend_shared)?;
+        for attend in &kernels.attend {
+            cx.allow_shared(attend.function, attend.shared_bytes)?;
+        }
         for function in kernels.append.into_iter().chain([kernels.combine, kernels.copy_pairs]) {
             cx.allow_shared(function, 0)?;
         }
@@ -228,13 +246,23 @@ impl Kernels {
         Launch { function, grid: (self.grid(blocks), 1), block: MOVE_THREADS, shared_bytes: 0 }
     }
 
-    /// So many items of attention.
-    pub(super) fn attend(&self, items: u32, num_kv_heads: u32) -> Launch {
+    /// Packed rows of an item for a step whose sequences have so many packed rows on average:
+    /// large items read the keys less often, and leave rows unused where there are few. The bits
+    /// are the same.
+    pub(super) const fn item_rows(&self, packed_rows_per_seq: u64) -> u32 {
+        let [few, many] = &self.attend;
+        if packed_rows_per_seq > few.item_rows as u64 { many.item_rows } else { few.item_rows }
+    }
+
+    /// So many items of attention, of so many packed rows at most.
+    pub(super) fn attend(&self, item_rows: u32, items: u32, num_kv_heads: u32) -> Launch {
+        let [few, many] = self.attend;
+        let attend = if item_rows <= few.item_rows { few } else { many };
         Launch {
-            function: self.attend,
+            function: attend.function,
             grid: (self.grid(items.into()), num_kv_heads),
             block: ATTEND_THREADS,
-            shared_bytes: self.attend_shared,
+            shared_bytes: attend.shared_bytes,
         }
     }
 
@@ -250,7 +278,8 @@ impl Kernels {
 
     /// One pair of units of so many bytes.
     pub(super) fn copy_pair(&self, bytes: u64) -> Launch {
-        let blocks = bytes.div_ceil(u64::from(MOVE_THREADS) * 16);
+        // Four 16-byte accesses a thread: each warp also reads the pair.
+        let blocks = bytes.div_ceil(u64::from(MOVE_THREADS) * 16 * 4);
         let function = self.copy_pairs;
         Launch { function, grid: (self.grid(blocks), 1), block: MOVE_THREADS, shared_bytes: 0 }
     }
@@ -270,16 +299,66 @@ fn of_image(error: DeviceError, target: &Target) -> DeviceError {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::super::bindings::KVPOOL_SPLIT_TOKENS;
     use super::*;
 
     const F16: KvFormat = KvFormat { element: Format::F16, scale: None };
 
+    /// What the macros of `params.h` say, a number a line.
+    fn macros(lines: &[String]) -> Vec<u32> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (source, binary) = (folder.path().join("macros.cpp"), folder.path().join("macros"));
+        let prints: String =
+            lines.iter().map(|line| format!("std::printf(\"%u\\n\", {line});\n")).collect();
+        let text = format!("#include <cstdio>\n#include \"params.h\"\nint main() {{\n{prints}}}\n");
+        std::fs::write(&source, text).expect("a file");
+        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+        let built = Command::new(compiler)
+            .args(["-std=c++17", "-Icsrc/kernels", "-o"])
+            .args([&binary, &source])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .status()
+            .expect("a C++ compiler");
+        assert!(built.success());
+        let output = Command::new(&binary).output().expect("runs");
+        let text = String::from_utf8(output.stdout).expect("numbers");
+        text.lines().map(|line| line.parse().expect("a number")).collect()
+    }
+
     #[test]
-    fn the_constants_are_those_of_params_h() {
+    fn rows_and_shared_bytes_are_those_of_params_h() {
         assert_eq!(KVPOOL_SPLIT_TOKENS, crate::plan::SPLIT_TOKENS);
-        // KVPOOL_WIDE_SHARED(128, 128)
-        assert_eq!(Path::Plain(128).shared_bytes(128, 2), 3 * 8 * 128 * 4 + 6 * 8 * 4 + 512 * 4);
+        let int8 = |scale| KvFormat { element: Format::Int8, scale: Some(scale) };
+        let formats = [F16, int8(ScaleKind::PerTokenHead), int8(ScaleKind::PerGroup32)];
+        let (mut lines, mut ours) = (Vec::new(), Vec::new());
+        for (width, head_dim) in [(128, 128), (128, 40), (256, 200), (1024, 1000)] {
+            let path = Path::Plain(width);
+            let [rows, _] = path.item_rows();
+            lines.push(format!("KVPOOL_WIDE_ROWS({width}u)"));
+            ours.push(rows);
+            lines.push(format!("KVPOOL_WIDE_SHARED({head_dim}u, {width}u)"));
+            ours.push(path.shared_bytes(rows, head_dim, F16));
+        }
+        for dim in [64, 128, 256] {
+            for format in formats {
+                for rows in Path::Tensor(dim).item_rows() {
+                    let groups = format.scale == Some(ScaleKind::PerGroup32);
+                    let (bytes, tiles) = (format.element_bytes(), rows / 16);
+                    lines.push(format!(
+                        "KVPOOL_TENSOR_SHARED({bytes}u, {groups}, {dim}u, {tiles}u)"
+                    ));
+                    ours.push(Path::Tensor(dim).shared_bytes(rows, dim, format));
+                }
+            }
+        }
+        assert_eq!(macros(&lines), ours, "{lines:?}");
+        // The plan makes room for the smallest items.
+        assert!((8..=1024).step_by(8).all(|head_dim| {
+            let [rows, _] = Path::of(F16, head_dim).item_rows();
+            rows >= if head_dim <= 256 { 8 } else { 2 }
+        }));
     }
 
     #[test]
@@ -287,6 +366,11 @@ mod tests {
         for (head_dim, width) in [(8, 128), (128, 128), (136, 256), (256, 256), (264, 1024)] {
             let f32 = KvFormat { element: Format::F32, scale: None };
             assert_eq!(Path::of(f32, head_dim), Path::Plain(width), "{head_dim}");
+        }
+        let plain = |head_dim| Path::of(F16, head_dim);
+        assert_eq!((plain(8), plain(264)), (Path::Plain(256), Path::Plain(1024)));
+        for (head_dim, dim) in [(16, 64), (80, 128), (96, 128), (128, 128), (256, 256)] {
+            assert_eq!(Path::of(F16, head_dim), Path::Tensor(dim), "{head_dim}");
         }
         let int8 = |scale| KvFormat { element: Format::Int8, scale: Some(scale) };
         assert_eq!(format_name(int8(ScaleKind::PerGroup32)), "i8g");

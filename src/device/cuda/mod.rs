@@ -26,6 +26,7 @@ mod host;
 mod images;
 mod items;
 mod kernels;
+mod launches;
 mod memory;
 mod params;
 mod report;
@@ -37,14 +38,12 @@ pub use report::{CudaReport, DriverReport, GpuReport, report};
 
 use std::sync::Arc;
 
-use bindings::{KvpoolAppendParams, KvpoolAttendParams, KvpoolCombineParams};
-use bindings::{KvpoolCopyPair, KvpoolCopyParams};
+use bindings::KvpoolCopyPair;
 use driver::{Context, Entered, Event, OwnStream, Stream};
 use kernels::{Kernels, Target};
 use memory::{DeviceMemory, PinnedMemory, Ring};
 use tables::Group;
 
-use super::plain::bytes_of;
 use super::{
     AppendArgs, AppendCounts, AttendArgs, CudaStream, Device, DeviceAppend, DeviceAttend,
     DeviceInfo, DeviceTensor,
@@ -109,7 +108,7 @@ impl CudaDevice {
         let [tables, pairs, tensors] = sizes.rings();
         let (table_ring, pair_ring, tensor_ring) = (ring(tables)?, ring(pairs)?, ring(tensors)?);
         let groups = plan.groups.iter().zip(&sizes.groups);
-        let device = Self {
+        let mut device = Self {
             target: gpu.target,
             stream: own_stream.stream(),
             handover: Event::new(context, &cx)?,
@@ -130,6 +129,7 @@ impl CudaDevice {
             context: Arc::clone(context),
         };
         device.clear(&cx)?;
+        device.warm_up(&cx, &plan.groups[0].layout)?;
         drop(cx);
         Ok(device)
     }
@@ -155,116 +155,6 @@ impl CudaDevice {
             }
             _ => Err(DeviceError::BadLayout),
         }
-    }
-
-    /// Puts an append into the stream. The group's token slots are there.
-    ///
-    /// `first` is the token slot, by its index in the step, of the tensors' first row.
-    fn launch_append(
-        &self,
-        cx: &Entered<'_>,
-        args: &DeviceAppend<'_>,
-        group: &Group,
-        first: u32,
-        tokens: u32,
-    ) -> Result<(), DeviceError> {
-        let workspace = self.workspace.address();
-        let params = KvpoolAppendParams {
-            group: group.params,
-            pool: self.pool.address(),
-            k: args.k.address(),
-            v: args.v.address(),
-            token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
-            num_tokens_at: 0,
-            counts: workspace + self.sizes.counts,
-            positions: 0,
-            rope_cos: 0,
-            rope_sin: 0,
-            num_tokens: tokens,
-            layer: args.layer,
-            rope: bindings::KVPOOL_ROPE_NONE,
-            rope_dims: 0,
-            k_scale: args.scales.k,
-            v_scale: args.scales.v,
-        };
-        let launch = self.kernels.append(args.k.dtype(), tokens);
-        // SAFETY: the kernel takes this struct; the token slots were checked when they were
-        // uploaded, so it writes into the pool only; whoever made the tensors has promised that
-        // they are there (`DeviceTensor::new`).
-        unsafe { cx.launch(launch, &params, self.stream) }
-    }
-
-    /// Puts an attention into the stream, and the combination of its splits. The group's
-    /// sequences and lists are there.
-    ///
-    /// `first` is the row of the step that the tensors begin with.
-    fn launch_attend(
-        &self,
-        cx: &Entered<'_>,
-        args: &DeviceAttend<'_>,
-        group: &Group,
-        first: u32,
-    ) -> Result<(), DeviceError> {
-        let workspace = self.workspace.address();
-        let head_dim = u64::from(args.layout.head_dim);
-        // Sequences count rows from the step's first: the address that row 0 would have.
-        let of_row_0 = |address: u64, row_bytes: u64| {
-            address.wrapping_sub(u64::from(first).wrapping_mul(row_bytes))
-        };
-        let heads = u64::from(args.num_q_heads);
-        let row = |tensor: &DeviceTensor| heads * head_dim * tensor.dtype().bytes() as u64;
-        let out = of_row_0(args.out.address(), row(&args.out));
-        let lse = args.lse.map_or(0, |lse| of_row_0(lse.address(), heads * 4));
-        let params = KvpoolAttendParams {
-            group: group.params,
-            pool: self.pool.address(),
-            q: of_row_0(args.q.address(), row(&args.q)),
-            out,
-            lse,
-            seqs: workspace + group.tables.seqs,
-            tables: workspace + group.tables.tables,
-            items: workspace + group.tables.items,
-            num_items_at: 0,
-            partial_acc: workspace + self.sizes.partial_acc,
-            partial_ml: workspace + self.sizes.partial_ml,
-            num_items: group.lists.items,
-            max_partials: self.sizes.max_partials,
-            layer: args.layer,
-            window: args.window,
-            q_per_kv: self.q_per_kv,
-            q_dtype: params::dtype(args.q.dtype()),
-            out_dtype: params::dtype(args.out.dtype()),
-            softmax_scale: args.softmax_scale,
-            k_scale: args.scales.k,
-            v_scale: args.scales.v,
-            reserved: [0; 2],
-        };
-        let kv_heads = args.layout.num_kv_heads;
-        let launch = self.kernels.attend(group.lists.items, kv_heads);
-        // SAFETY: the kernel takes this struct; sequences and blocks were checked when they were
-        // uploaded, so it reads the pool only; the tensors are there (`DeviceTensor::new`).
-        unsafe { cx.launch(launch, &params, self.stream) }?;
-        if group.lists.combines == 0 {
-            return Ok(());
-        }
-        let combine = KvpoolCombineParams {
-            out,
-            lse,
-            seqs: params.seqs,
-            items: workspace + group.tables.combines,
-            num_items_at: 0,
-            partial_acc: params.partial_acc,
-            partial_ml: params.partial_ml,
-            num_items: group.lists.combines,
-            max_partials: params.max_partials,
-            num_kv_heads: kv_heads,
-            head_dim: args.layout.head_dim,
-            q_per_kv: self.q_per_kv,
-            out_dtype: params.out_dtype,
-        };
-        let launch = self.kernels.combine(group.lists.combines, kv_heads);
-        // SAFETY: as above; the places that it reads were written by the kernel before.
-        unsafe { cx.launch(launch, &combine, self.stream) }
     }
 
     /// Reads back what the appends have counted, and gives what is new. Waits for the stream.
@@ -368,7 +258,8 @@ impl Device for CudaDevice {
         if self.groups[index].lists.items == 0 {
             return Ok(());
         }
-        self.launch_attend(&cx, args, &self.groups[index], 0)
+        self.launch_attend(&cx, args, &self.groups[index], 0)?;
+        Ok(())
     }
 
     fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
@@ -418,25 +309,9 @@ impl Device for CudaDevice {
         if bytes == 0 || src_unit == dst_unit {
             return Ok(bytes);
         }
-        let cx = self.context.enter()?;
-        let pair = [KvpoolCopyPair { src_unit, dst_unit, first_token: tokens.start, num_tokens }];
-        let pairs = self.workspace.address() + self.sizes.pair;
-        let stream = self.stream;
-        self.pair_ring.with(&cx, stream, |buffer| {
-            let pair = bytes_of(&pair);
-            buffer[..pair.len()].copy_from_slice(pair);
-            // SAFETY: a pinned buffer of the ring, and its place in the workspace.
-            unsafe { cx.upload(pairs, &buffer[..pair.len()], stream) }
-        })?;
-        let params = KvpoolCopyParams {
-            group: self.groups[group].params,
-            pool: self.pool.address(),
-            pairs,
-            num_pairs: 1,
-            reserved: 0,
-        };
-        // SAFETY: the kernel takes this struct; both units lie in the pool.
-        unsafe { cx.launch(self.kernels.copy_pair(bytes), &params, stream) }?;
+        let context = Arc::clone(&self.context);
+        let pair = KvpoolCopyPair { src_unit, dst_unit, first_token: tokens.start, num_tokens };
+        self.launch_copy(&context.enter()?, group, pair, bytes)?;
         Ok(bytes)
     }
 

@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
+use super::CudaGpu;
 use super::driver::{Driver, Gpu};
 use super::images::{BUILD, Build, EMULATED_IMAGE, IMAGES};
-use super::{CudaGpu, gpu};
 use crate::error::DeviceError;
 use crate::units::Bytes;
 
@@ -98,6 +98,9 @@ impl CudaReport {
     /// The architectures that were compiled, as one text.
     #[must_use]
     pub fn architectures(&self) -> &'static str {
-        gpu::compiled()
+        match self.build {
+            Build::With { list, .. } => list,
+            Build::Without(_) => "none",
+        }
     }
 }

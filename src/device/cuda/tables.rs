@@ -27,12 +27,15 @@ pub(super) struct Group {
     /// The step whose sequences and lists are there; 0 for none that has a name.
     pub(super) lists_of: u64,
     pub(super) lists: Counts,
+    /// Packed rows of their items, at most.
+    pub(super) item_rows: u32,
 }
 
 impl Group {
     pub(super) fn new(layout: &GroupLayout, tables: CudaTables) -> Self {
         let params = params::group(layout);
-        Self { params, tables, slots_of: 0, lists_of: 0, lists: Counts::default() }
+        let lists = Counts::default();
+        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0 }
     }
 }
 
@@ -92,10 +95,12 @@ impl CudaDevice {
         args: &DeviceAttend<'_>,
         rows: Range<u32>,
     ) -> Result<(), DeviceError> {
+        let packed = u64::from(rows.end - rows.start) * u64::from(self.q_per_kv);
+        let item_rows = self.kernels.item_rows(packed / args.seqs.len().max(1) as u64);
         let shape = Shape {
             per_kv: self.q_per_kv,
             num_kv_heads: args.layout.num_kv_heads,
-            item_rows: self.kernels.path().item_rows(),
+            item_rows,
             window: args.window,
             sink_tokens: args.layout.sink_tokens,
             max_partials: self.sizes.max_partials,
@@ -119,6 +124,7 @@ impl CudaDevice {
             Ok(lists)
         })?;
         group.lists = lists;
+        group.item_rows = item_rows;
         group.lists_of = args.step;
         Ok(())
     }

@@ -1,0 +1,214 @@
+//! How the kernels are launched, and that everything has been used once before the first verb.
+
+use super::bindings::{
+    KVPOOL_ROPE_NONE, KvpoolAppendParams, KvpoolAttendParams, KvpoolCombineParams, KvpoolCopyPair,
+    KvpoolCopyParams,
+};
+use super::driver::Entered;
+use super::tables::Group;
+use super::{CudaDevice, host, params};
+use crate::device::plain::bytes_of;
+use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor};
+use crate::error::DeviceError;
+use crate::plan::{GroupLayout, LayerScales};
+
+impl CudaDevice {
+    /// Puts an append into the stream. The group's token slots are there.
+    ///
+    /// `first` is the token slot, by its index in the step, of the tensors' first row.
+    pub(super) fn launch_append(
+        &self,
+        cx: &Entered<'_>,
+        args: &DeviceAppend<'_>,
+        group: &Group,
+        first: u32,
+        tokens: u32,
+    ) -> Result<(), DeviceError> {
+        let workspace = self.workspace.address();
+        let params = KvpoolAppendParams {
+            group: group.params,
+            pool: self.pool.address(),
+            k: args.k.address(),
+            v: args.v.address(),
+            token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
+            num_tokens_at: 0,
+            counts: workspace + self.sizes.counts,
+            positions: 0,
+            rope_cos: 0,
+            rope_sin: 0,
+            num_tokens: tokens,
+            layer: args.layer,
+            rope: KVPOOL_ROPE_NONE,
+            rope_dims: 0,
+            k_scale: args.scales.k,
+            v_scale: args.scales.v,
+        };
+        let launch = self.kernels.append(args.k.dtype(), tokens);
+        // SAFETY: the kernel takes this struct; the token slots were checked when they were
+        // uploaded, so it writes into the pool only; whoever made the tensors has promised that
+        // they are there (`DeviceTensor::new`).
+        unsafe { cx.launch(launch, &params, self.stream) }
+    }
+
+    /// Puts an attention into the stream, and the combination of its splits. The group's
+    /// sequences and lists are there. Gives what the kernel was told.
+    ///
+    /// `first` is the row of the step that the tensors begin with.
+    pub(super) fn launch_attend(
+        &self,
+        cx: &Entered<'_>,
+        args: &DeviceAttend<'_>,
+        group: &Group,
+        first: u32,
+    ) -> Result<KvpoolAttendParams, DeviceError> {
+        let workspace = self.workspace.address();
+        let head_dim = u64::from(args.layout.head_dim);
+        // Sequences count rows from the step's first: the address that row 0 would have.
+        let of_row_0 = |address: u64, row_bytes: u64| {
+            address.wrapping_sub(u64::from(first).wrapping_mul(row_bytes))
+        };
+        let heads = u64::from(args.num_q_heads);
+        let row = |tensor: &DeviceTensor| heads * head_dim * tensor.dtype().bytes() as u64;
+        let out = of_row_0(args.out.address(), row(&args.out));
+        let lse = args.lse.map_or(0, |lse| of_row_0(lse.address(), heads * 4));
+        let params = KvpoolAttendParams {
+            group: group.params,
+            pool: self.pool.address(),
+            q: of_row_0(args.q.address(), row(&args.q)),
+            out,
+            lse,
+            seqs: workspace + group.tables.seqs,
+            tables: workspace + group.tables.tables,
+            items: workspace + group.tables.items,
+            num_items_at: 0,
+            partial_acc: workspace + self.sizes.partial_acc,
+            partial_ml: workspace + self.sizes.partial_ml,
+            num_items: group.lists.items,
+            max_partials: self.sizes.max_partials,
+            layer: args.layer,
+            window: args.window,
+            q_per_kv: self.q_per_kv,
+            q_dtype: params::dtype(args.q.dtype()),
+            out_dtype: params::dtype(args.out.dtype()),
+            softmax_scale: args.softmax_scale,
+            k_scale: args.scales.k,
+            v_scale: args.scales.v,
+            reserved: [0; 2],
+        };
+        let kv_heads = args.layout.num_kv_heads;
+        let launch = self.kernels.attend(group.item_rows, group.lists.items, kv_heads);
+        // SAFETY: the kernel takes this struct; sequences and blocks were checked when they were
+        // uploaded, so it reads the pool only; the tensors are there (`DeviceTensor::new`).
+        unsafe { cx.launch(launch, &params, self.stream) }?;
+        if group.lists.combines > 0 {
+            self.launch_combine(cx, &params, group)?;
+        }
+        Ok(params)
+    }
+
+    /// Puts the combination of an attention's splits into the stream.
+    fn launch_combine(
+        &self,
+        cx: &Entered<'_>,
+        params: &KvpoolAttendParams,
+        group: &Group,
+    ) -> Result<(), DeviceError> {
+        let kv_heads = group.params.num_kv_heads;
+        let combine = KvpoolCombineParams {
+            out: params.out,
+            lse: params.lse,
+            seqs: params.seqs,
+            items: self.workspace.address() + group.tables.combines,
+            num_items_at: 0,
+            partial_acc: params.partial_acc,
+            partial_ml: params.partial_ml,
+            num_items: group.lists.combines,
+            max_partials: params.max_partials,
+            num_kv_heads: kv_heads,
+            head_dim: group.params.head_dim,
+            q_per_kv: self.q_per_kv,
+            out_dtype: params.out_dtype,
+        };
+        let launch = self.kernels.combine(group.lists.combines, kv_heads);
+        // SAFETY: as in `launch_attend`; the places that it reads were written by that kernel.
+        unsafe { cx.launch(launch, &combine, self.stream) }
+    }
+
+    /// Puts a copy of so many bytes between two units of a group into the stream. Both lie in the
+    /// pool.
+    pub(super) fn launch_copy(
+        &mut self,
+        cx: &Entered<'_>,
+        group: usize,
+        pair: KvpoolCopyPair,
+        bytes: u64,
+    ) -> Result<(), DeviceError> {
+        let pairs = self.workspace.address() + self.sizes.pair;
+        let stream = self.stream;
+        self.pair_ring.with(cx, stream, |buffer| {
+            let pair = [pair];
+            let pair = bytes_of(&pair);
+            let buffer = &mut buffer[..pair.len()];
+            buffer.copy_from_slice(pair);
+            // SAFETY: a pinned buffer of the ring, and its place in the workspace.
+            unsafe { cx.upload(pairs, buffer, stream) }
+        })?;
+        let params = KvpoolCopyParams {
+            group: self.groups[group].params,
+            pool: self.pool.address(),
+            pairs,
+            num_pairs: 1,
+            reserved: 0,
+        };
+        // SAFETY: the kernel takes this struct; both units lie in the pool.
+        unsafe { cx.launch(self.kernels.copy_pair(bytes), &params, stream) }
+    }
+
+    /// Makes every call that a verb makes once, with nothing to do: the driver loads a kernel, and
+    /// cudarc looks a symbol up, when they are used first, and both allocate.
+    pub(super) fn warm_up(
+        &mut self,
+        cx: &Entered<'_>,
+        layout: &GroupLayout,
+    ) -> Result<(), DeviceError> {
+        let place = self.workspace.address() + self.sizes.tensors_in;
+        let scales = LayerScales::default();
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            let k = host::at(place, 0, dtype);
+            let token_slots = &[];
+            let args = DeviceAppend { step: 0, layout, layer: 0, scales, token_slots, k, v: k };
+            self.launch_append(cx, &args, &self.groups[0], 0, 0)?;
+        }
+        let q = host::at(place, 0, DType::F32);
+        let args = DeviceAttend {
+            step: 0,
+            layout,
+            layer: 0,
+            scales,
+            window: 0,
+            num_q_heads: self.q_per_kv * layout.num_kv_heads,
+            softmax_scale: 1.0,
+            seqs: &[],
+            tables: &[],
+            table_row: 0,
+            q,
+            out: q,
+            lse: None,
+        };
+        let params = self.launch_attend(cx, &args, &self.groups[0], 0)?;
+        self.launch_combine(cx, &params, &self.groups[0])?;
+        let nothing = KvpoolCopyPair { src_unit: 0, dst_unit: 0, first_token: 0, num_tokens: 0 };
+        self.launch_copy(cx, 0, nothing, 0)?;
+        let counts = self.workspace.address() + self.sizes.counts;
+        // SAFETY: one number of the workspace onto another; both are 0.
+        unsafe { cx.copy(counts + 8, counts, 8, self.stream) }?;
+        cx.record(&self.handover, self.stream)?;
+        cx.order_behind(self.stream, &self.handover)?;
+        cx.is_done(&self.handover)?;
+        cx.wait_for(&self.handover)?;
+        let mut number = [0];
+        // SAFETY: a byte of the workspace; its place is waited for before it is used.
+        unsafe { cx.download(number.as_mut_ptr(), counts, 1, self.stream) }?;
+        cx.wait_for_stream(self.stream)
+    }
+}

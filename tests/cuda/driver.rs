@@ -1,0 +1,124 @@
+//! The few calls of the driver that the tests make themselves, and the emulator's counters.
+
+use std::ffi::{CString, c_char};
+
+use cudarc::driver::sys;
+use kvpool::device::{DType, DeviceTensor};
+
+/// Device memory of a test.
+pub(crate) struct Memory {
+    pub(crate) address: u64,
+}
+
+impl Memory {
+    pub(crate) fn new(bytes: usize) -> Self {
+        let mut address = 0;
+        let bytes = bytes.max(16);
+        // SAFETY: a place for an address.
+        let done = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
+        assert_eq!(done, sys::CUresult::CUDA_SUCCESS);
+        Self { address }
+    }
+
+    /// With these numbers in it.
+    pub(crate) fn of(values: &[f32]) -> Self {
+        let memory = Self::new(size_of_val(values));
+        // SAFETY: as many bytes as were allocated.
+        let done = unsafe {
+            sys::cuMemcpyHtoD_v2(memory.address, values.as_ptr().cast(), size_of_val(values))
+        };
+        assert_eq!(done, sys::CUresult::CUDA_SUCCESS);
+        memory
+    }
+
+    /// The numbers in it. Waits for the default stream only.
+    pub(crate) fn read(&self, len: usize) -> Vec<f32> {
+        let mut values = vec![f32::NAN; len];
+        // SAFETY: no more bytes than were allocated.
+        let done =
+            unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), self.address, len * 4) };
+        assert_eq!(done, sys::CUresult::CUDA_SUCCESS);
+        values
+    }
+
+    pub(crate) fn tensor(&self, len: usize) -> DeviceTensor {
+        // SAFETY: the tests keep memory until they have synchronised.
+        unsafe { DeviceTensor::new(self.address, len, DType::F32) }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated once.
+        let _ = unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+/// The GPU's primary context, current on this thread.
+pub(crate) fn enter() {
+    let (mut context, mut device) = (std::ptr::null_mut(), 0);
+    // SAFETY: the only flags that there are.
+    assert_eq!(unsafe { sys::cuInit(0) }, sys::CUresult::CUDA_SUCCESS);
+    // SAFETY: a place for a handle.
+    assert_eq!(unsafe { sys::cuDeviceGet(&raw mut device, 0) }, sys::CUresult::CUDA_SUCCESS);
+    // SAFETY: a place for a handle. It is kept until the process ends.
+    let got = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
+    assert_eq!(got, sys::CUresult::CUDA_SUCCESS);
+    // SAFETY: the context is held.
+    let pushed = unsafe { sys::cuCtxPushCurrent_v2(context) };
+    assert_eq!(pushed, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// A function of the emulator (csrc/emulator/kvpool_emu.h).
+///
+/// # Safety
+/// `F` is its type.
+unsafe fn emulator<F: Copy>(name: &str) -> F {
+    // SAFETY: the library is loaded, since the device is open.
+    let library = unsafe { sys::culib() };
+    // SAFETY: the caller's promise.
+    *unsafe { library.get::<F>(name.as_bytes()) }.expect("the emulator")
+}
+
+/// One of the emulator's counters.
+pub(crate) fn counter(name: &str) -> u64 {
+    let name = CString::new(name).unwrap();
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(*const c_char) -> u64 =
+        unsafe { emulator("kvpool_emu_counter") };
+    // SAFETY: a text with an end.
+    let count = unsafe { function(name.as_ptr()) };
+    assert_ne!(count, u64::MAX, "{name:?} is no counter");
+    count
+}
+
+/// What a kernel has read and written: bytes read, bytes written, sectors read, sectors written.
+pub(crate) fn traffic(kernel: &str) -> [u64; 4] {
+    let name = CString::new(kernel).unwrap();
+    let mut numbers = [0; 4];
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(*const c_char, *mut u64) -> u64 =
+        unsafe { emulator("kvpool_emu_traffic") };
+    // SAFETY: a text with an end, and room for four numbers.
+    unsafe { function(name.as_ptr(), numbers.as_mut_ptr()) };
+    numbers
+}
+
+/// Sets all counters to 0.
+pub(crate) fn reset_counters() {
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn() = unsafe { emulator("kvpool_emu_reset_counters") };
+    // SAFETY: nothing to keep.
+    unsafe { function() };
+}
+
+/// Makes calls fail, as `call:n:code`; `None` forgets it.
+pub(crate) fn fail(plan: Option<&str>) {
+    let plan = plan.map(|plan| CString::new(plan).unwrap());
+    let plan = plan.as_ref().map_or(std::ptr::null(), |plan| plan.as_ptr());
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(*const c_char) -> i32 =
+        unsafe { emulator("kvpool_emu_fail") };
+    // SAFETY: a text with an end, or none.
+    assert_eq!(unsafe { function(plan) }, 1, "a plan that the emulator takes");
+}

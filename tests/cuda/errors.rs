@@ -1,0 +1,180 @@
+//! What is missing is said in so many different ways, and nothing is left behind by an open that
+//! fails: edge cases 61 and 62.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use super::driver::{counter, fail};
+use super::emulator;
+use crate::common::Spec;
+use kvpool::cache::Cache;
+use kvpool::config::{Format, ScaleKind};
+
+/// A job of three variants that runs in a moment.
+const JOB: &str = "
+[model]
+num_layers = 2
+num_q_heads = 4
+num_kv_heads = 2
+head_dim = 32
+[limits]
+max_seqs = 2
+max_seq_len = 48
+max_batch_tokens = 32
+[cache]
+mode = 'paged'
+tokens_per_block = 8
+[device]
+kind = 'cuda'
+[workload]
+kind = 'generator'
+seed = 1
+requests = 3
+prompt_tokens = { dist = 'fixed', value = 20 }
+output_tokens = { dist = 'fixed', value = 4 }
+check_samples = 8
+[[variant]]
+name = 'paged f16'
+[[variant]]
+name = 'contiguous int8'
+mode = 'contiguous'
+format = 'int8'
+";
+
+/// Runs `kvpool` with the job, on a driver in this folder.
+fn kvpool(arguments: &[&str], driver: Option<&Path>, variables: &[(&str, &str)]) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let job = folder.path().join("job.toml");
+    std::fs::write(&job, JOB).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvpool"));
+    command.args(arguments).env_remove("LD_LIBRARY_PATH").envs(variables.iter().copied());
+    if arguments.first() == Some(&"run") {
+        command.arg(&job);
+    }
+    if let Some(driver) = driver {
+        command.env("LD_LIBRARY_PATH", driver);
+    }
+    command.output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// The doctor's report.
+fn doctor(driver: Option<&Path>) -> serde_json::Value {
+    let output = kvpool(&["doctor", "--json"], driver, &[]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn edge_62_five_different_messages() {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        println!("skipped: the emulator runs on Linux on x86-64 only");
+        return;
+    }
+    let emulated = emulator::folder();
+    let cases: [(&str, &str, &str); 3] = [
+        ("KVPOOL_EMU_DEVICES", "0", "the driver sees 0 GPUs"),
+        ("KVPOOL_EMU_DRIVER_VERSION", "11040", "the driver is of CUDA 11.4"),
+        ("KVPOOL_EMU_CAPABILITY", "7.5", "the GPU is of compute capability 7.5"),
+    ];
+    for (variable, value, says) in cases {
+        let output = kvpool(&["run"], Some(&emulated), &[(variable, value)]);
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && said.contains(says), "{variable}: {said}");
+        // The doctor has no trouble to say so.
+        let output = kvpool(&["doctor"], Some(&emulated), &[(variable, value)]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    // A library that is no emulator, and no kernels: as on a machine with a GPU and without nvcc.
+    let has_kernels = doctor(None)["cuda"]["build"].get("with").is_some();
+    if has_kernels {
+        println!("skipped: this build has kernels, so no message says that there are none");
+    } else {
+        let output = kvpool(&["run"], Some(&emulator::disguised()), &[]);
+        let said = text(&output.stderr);
+        assert!(said.contains("this build of kvpool has no CUDA kernels"), "{said}");
+    }
+    if doctor(None)["cuda"]["driver"].is_null() {
+        let output = kvpool(&["run"], None, &[]);
+        let said = text(&output.stderr);
+        assert!(said.contains("this machine has no libcuda"), "{said}");
+    } else {
+        println!("skipped: this machine has a driver, so no message says that there is none");
+    }
+}
+
+#[test]
+fn a_job_runs_on_the_emulated_device_and_the_doctor_says_that_it_is_none() {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        println!("skipped: the emulator runs on Linux on x86-64 only");
+        return;
+    }
+    let emulated = emulator::folder();
+    let output = kvpool(&["run"], Some(&emulated), &[("KVPOOL_EMU_SEED", "3")]);
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{out}\n{err}");
+    assert!(out.contains("cuda-emulated"), "{out}");
+
+    let output = kvpool(&["doctor"], Some(&emulated), &[]);
+    let out = text(&output.stdout);
+    assert!(out.contains("*** EMULATED") && out.contains("gpu 0"), "{out}");
+    let report = doctor(Some(&emulated));
+    assert_eq!(report["cuda"]["driver"]["emulated"], true, "{report}");
+
+    // A budget in percent is resolved once, and told.
+    let percent = ["run", "--set", "pool.capacity=budget:50%"];
+    let output = kvpool(&percent, Some(&emulated), &[("KVPOOL_EMU_DEVICE_MEMORY", "8MiB")]);
+    let err = text(&output.stderr);
+    assert!(output.status.success(), "{err}");
+    assert!(err.contains("\"budget:50%\" of 8,388,608 B") || err.contains("budget:4194"), "{err}");
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn edge_61_an_open_that_fails_leaves_nothing_behind() {
+    let spec = Spec { format: Format::Int8, scale: ScaleKind::PerTokenHead, ..Spec::default() };
+    let live = || {
+        [
+            "live_bytes",
+            "live_allocations",
+            "live_host_bytes",
+            "live_host_allocations",
+            "live_modules",
+            "live_events",
+            "live_streams",
+        ]
+        .map(counter)
+    };
+    let open = || Cache::open_on_device(spec.plan(), &spec.config().device, None);
+    drop(open().expect("opens"));
+    let before = live();
+    let mut failed = 0;
+    for (call, calls) in [
+        ("cuMemAlloc_v2", 2),
+        ("cuMemHostAlloc", 1),
+        ("cuStreamCreate", 1),
+        ("cuModuleLoadData", 1),
+        ("cuFuncSetAttribute", 2),
+        ("cuEventCreate", 20),
+        ("cuMemsetD8Async", 2),
+        ("cuStreamSynchronize", 1),
+    ] {
+        for nth in 1..=calls {
+            // CUDA_ERROR_OUT_OF_MEMORY
+            fail(Some(&format!("{call}:{nth}:2")));
+            let error = open().expect_err(call).to_string();
+            fail(None);
+            assert!(error.contains(call) || error.contains("of memory"), "{call}: {error}");
+            if call.starts_with("cuMem") && call.ends_with("Alloc_v2") {
+                assert!(error.contains("bytes free") && error.contains("lower"), "{error}");
+            }
+            assert_eq!(live(), before, "{call} {nth} left something behind");
+            failed += 1;
+        }
+    }
+    assert_eq!(failed, 30);
+    drop(open().expect("opens again"));
+}
