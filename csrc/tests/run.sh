@@ -12,7 +12,7 @@ mkdir -p "$out"
 export CXX=${CXX:-g++}
 export FLAGS="-std=c++17 -O2 -g -ffp-contract=off -DKVPOOL_EMULATED -Wall -Wextra ${CXXFLAGS:-}"
 tests=("$@")
-[ ${#tests[@]} -gt 0 ] || tests=(append_bytes blocks attend_answers attend_same traffic)
+[ ${#tests[@]} -gt 0 ] || tests=(append_bytes blocks attend_answers attend_same attend_random traffic)
 
 # An object is built anew when any header or its own source is newer.
 newest=$(ls -t csrc/kernels/* csrc/emulator/*.hpp csrc/tests/*.hpp | head -n 1)
