@@ -148,7 +148,7 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
 
     // Adds the tile's values to `acc`.
     KV_DEVICE void add_values(const unsigned char* tile) {
-        KV_UNROLL
+        KV_UNROLL_BY(2)
         for (int step = 0; step < TILE / 16; ++step) {
             uint32_t high[M][4], low[M][4];
             KV_UNROLL

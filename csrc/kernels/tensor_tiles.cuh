@@ -356,10 +356,11 @@ struct TensorTiles {
                 }
             }
         }
-        KV_UNROLL
+        // (Unrolled further, the loop asks for more registers than there are.)
+        KV_UNROLL_BY(2)
         for (int block = 0; block < D / 32; ++block) {
             if (32u * block >= dims) {
-                continue;
+                break;
             }
             uint32_t b[2][KEY_TILES][2];
             key_fragments(tile, block, b);
