@@ -33,7 +33,8 @@ Settings Settings::from_environment() {
     if (memory != nullptr && *memory != '\0') {
         settings.memory_bytes = parse_bytes(memory);
         if (settings.memory_bytes == 0) {
-            fprintf(stderr, "kvpool emulated driver: KVPOOL_EMU_DEVICE_MEMORY=%s is no size\n", memory);
+            fprintf(stderr, "kvpool emulated driver: KVPOOL_EMU_DEVICE_MEMORY=%s is no size\n",
+                    memory);
             abort();
         }
     }
@@ -44,7 +45,8 @@ Settings Settings::from_environment() {
     const char* capability = getenv("KVPOOL_EMU_CAPABILITY");
     if (capability != nullptr &&
         sscanf(capability, "%d.%d", &settings.capability_major, &settings.capability_minor) != 2) {
-        fprintf(stderr, "kvpool emulated driver: KVPOOL_EMU_CAPABILITY=%s, expected such as 8.0\n", capability);
+        fprintf(stderr, "kvpool emulated driver: KVPOOL_EMU_CAPABILITY=%s, expected such as 8.0\n",
+                capability);
         abort();
     }
     return settings;
@@ -87,7 +89,8 @@ CUresult Driver::initialise() {
 CUresult Driver::planned_failure(const char* call) {
     // "cuMemAlloc" means cuMemAlloc_v2 as well.
     std::string plain = call;
-    if (plain.size() > 3 && plain.compare(plain.size() - 3, 3, "_v2") == 0) plain.resize(plain.size() - 3);
+    if (plain.size() > 3 && plain.compare(plain.size() - 3, 3, "_v2") == 0)
+        plain.resize(plain.size() - 3);
     CUresult code = SUCCESS;
     for (PlannedFailure& failure : failures) {
         if (failure.turn == 0 || (failure.call != call && failure.call != plain)) continue;
@@ -107,7 +110,8 @@ bool Driver::plan_failures(const char* text) {
         char call[128];
         unsigned long long turn = 0;
         int code = 0;
-        if (sscanf(one.c_str(), "%127[^:]:%llu:%d", call, &turn, &code) != 3 || turn == 0) return false;
+        if (sscanf(one.c_str(), "%127[^:]:%llu:%d", call, &turn, &code) != 3 || turn == 0)
+            return false;
         planned.push_back(PlannedFailure{call, turn, code});
     }
     failures.insert(failures.end(), planned.begin(), planned.end());
@@ -135,7 +139,8 @@ bool Driver::is_pinned(const void* p, uint64_t bytes) const {
     auto after = host_allocations.upper_bound(host);
     if (after == host_allocations.begin()) return false;
     --after;
-    const uint64_t offset = static_cast<uint64_t>(static_cast<char*>(host) - static_cast<char*>(after->first));
+    const uint64_t offset =
+        static_cast<uint64_t>(static_cast<char*>(host) - static_cast<char*>(after->first));
     return offset < after->second && bytes <= after->second - offset;
 }
 
@@ -155,7 +160,8 @@ CUresult Driver::put(const std::shared_ptr<Stream>& stream, Operation operation)
     // The legacy default stream and the streams that block wait for each other.
     if (stream->is_null) {
         for (auto& other : streams) {
-            if ((other.second->flags & STREAM_NON_BLOCKING) == 0) operation.after.push_back(end_of(other.second));
+            if ((other.second->flags & STREAM_NON_BLOCKING) == 0)
+                operation.after.push_back(end_of(other.second));
         }
     } else if ((stream->flags & STREAM_NON_BLOCKING) == 0) {
         operation.after.push_back(end_of(null_stream));
@@ -169,7 +175,8 @@ CUresult Driver::put(const std::shared_ptr<Stream>& stream, Operation operation)
 bool Driver::can_run(const Stream& stream) {
     if (stream.queue.empty()) return false;
     const std::vector<Ticket>& after = stream.queue.front().after;
-    return std::all_of(after.begin(), after.end(), [](const Ticket& ticket) { return reached(ticket); });
+    return std::all_of(after.begin(), after.end(),
+                       [](const Ticket& ticket) { return reached(ticket); });
 }
 
 void Driver::run_head(Stream& stream) {
@@ -262,10 +269,10 @@ void Driver::run_copy(Operation& operation) {
     if (to == nullptr || (from == nullptr && !fill)) {
         // It was allocated when the copy was asked for.
         const uint64_t address = to == nullptr ? operation.device_to : operation.device_from;
-        break_context(ILLEGAL_ADDRESS,
-                      text_of("a copy of %llu bytes at 0x%llx, freed meanwhile: ",
-                              static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address)) +
-                          memory->nearest(address));
+        break_context(ILLEGAL_ADDRESS, text_of("a copy of %llu bytes at 0x%llx, freed meanwhile: ",
+                                               static_cast<unsigned long long>(bytes),
+                                               static_cast<unsigned long long>(address)) +
+                                           memory->nearest(address));
         return;
     }
     if (fill) {

@@ -1,8 +1,10 @@
-// The state of the emulated driver: one device, its memory, streams, events, modules, and what is counted.
+// The state of the emulated driver: one device, its memory, streams, events, modules, and what is
+// counted.
 //
-// Work is put into queues and done as late as it may be: when somebody waits for it. With seed 0 only what must be done
-// is done; any other seed lets the streams go on in a random order. So a program that does not wait for what it needs
-// gets old data. One lock guards all of it, kernels included.
+// Work is put into queues and done as late as it may be: when somebody waits for it. With seed 0
+// only what must be done is done; any other seed lets the streams go on in a random order. So a
+// program that does not wait for what it needs gets old data. One lock guards all of it, kernels
+// included.
 #pragma once
 
 #include <stdint.h>
@@ -46,7 +48,16 @@ struct Ticket {
     uint64_t index = 0;
 };
 
-enum class OperationKind : uint8_t { Launch, ToDevice, ToHost, OnDevice, Fill, Record, Wait, HostCall };
+enum class OperationKind : uint8_t {
+    Launch,
+    ToDevice,
+    ToHost,
+    OnDevice,
+    Fill,
+    Record,
+    Wait,
+    HostCall
+};
 
 struct Operation {
     OperationKind kind = OperationKind::Wait;
@@ -100,7 +111,8 @@ struct Function {
 };
 struct Context {};
 
-// The `turn`-th call from now of entry point `call`, or the `turn`-th run of kernel `call`, gives `code`.
+// The `turn`-th call from now of entry point `call`, or the `turn`-th run of kernel `call`, gives
+// `code`.
 struct PlannedFailure {
     std::string call;
     uint64_t turn = 0;
@@ -166,7 +178,8 @@ public:
     Function* function_of(CUfunction handle);
     bool is_pinned(const void* p, uint64_t bytes) const;
 
-    // Puts an operation at the end of a stream's queue, after what the legacy default stream demands.
+    // Puts an operation at the end of a stream's queue, after what the legacy default stream
+    // demands.
     CUresult put(const std::shared_ptr<Stream>& stream, Operation operation);
     // Does what must be done until the ticket's point is reached.
     void finish(const Ticket& ticket);

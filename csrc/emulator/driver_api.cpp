@@ -1,64 +1,22 @@
-// The entry points of the emulated driver: what a program finds in libcuda.so.
-//
-// Each checks its arguments as the real one does, counts, and puts work into the queues of driver.hpp.
+// The entry points of the emulated driver that describe it and move bytes: what a program finds in
+// libcuda.so. Each checks its arguments as the real one does, counts, and puts work into the queues
+// of driver.hpp.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "driver.hpp"
-
-#define KV_API extern "C" __attribute__((visibility("default")))
+#include "driver_call.hpp"
 
 namespace kvpool::emu {
 namespace {
-
-enum class Needs { Nothing, Driver, Context };
-
-// The contexts that a host thread has made current, the last one on top. There is only one context, or none.
-thread_local std::vector<Context*> current_contexts;
-
-// One call: holds the lock, and says whether to go on.
-class Call {
-public:
-    Call(const char* name, Needs needs) : driver(Driver::get()), guard_(driver.lock) {
-        status = check(name, needs);
-    }
-    Driver& driver;
-    CUresult status;
-
-private:
-    CUresult check(const char* name, Needs needs) {
-        const CUresult planned = driver.planned_failure(name);
-        if (planned != SUCCESS) return planned;
-        if (needs == Needs::Nothing) return SUCCESS;
-        if (!driver.initialised) return NOT_INITIALIZED;
-        if (needs == Needs::Driver) return SUCCESS;
-        if (driver.context_users == 0 || current_contexts.empty() || current_contexts.back() == nullptr) {
-            return INVALID_CONTEXT;
-        }
-        return driver.sticky;
-    }
-    std::lock_guard<std::recursive_mutex> guard_;
-};
-
-#define KV_ENTER(name, needs)                                                                      \
-    Call call(name, needs);                                                                        \
-    if (call.status != SUCCESS) return call.status;                                                \
-    [[maybe_unused]] Driver& driver = call.driver
-
-// The state after waiting: an error of the work that was waited for shows here.
-CUresult finish(Driver& driver, const Ticket& ticket) {
-    driver.counters.synchronisations += 1;
-    driver.finish(ticket);
-    return driver.sticky;
-}
 
 CUresult put_copy(Driver& driver, CUstream stream_handle, Operation operation, bool wait) {
     auto stream = driver.stream_of(stream_handle);
     if (stream == nullptr) return INVALID_HANDLE;
     if (operation.bytes == 0) return wait ? finish(driver, Driver::end_of(stream)) : SUCCESS;
     for (const uint64_t address : {operation.device_to, operation.device_from}) {
-        if (address != 0 && driver.memory->find(address, operation.bytes) == nullptr) return INVALID_VALUE;
+        if (address != 0 && driver.memory->find(address, operation.bytes) == nullptr)
+            return INVALID_VALUE;
     }
     if (wait && stream->capture != nullptr) return CAPTURE_UNSUPPORTED;
     const CUresult put = driver.put(stream, std::move(operation));
@@ -66,8 +24,10 @@ CUresult put_copy(Driver& driver, CUstream stream_handle, Operation operation, b
     return finish(driver, Driver::end_of(stream));
 }
 
-// From memory that is not pinned the driver takes the bytes at once; pinned memory is read when the copy is done.
-CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t bytes, CUstream stream, bool wait) {
+// From memory that is not pinned the driver takes the bytes at once; pinned memory is read when the
+// copy is done.
+CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t bytes,
+                        CUstream stream, bool wait) {
     if (to == 0 || (from == nullptr && bytes != 0)) return INVALID_VALUE;
     // Before the bytes are taken from the caller.
     if (bytes != 0 && driver.memory->find(to, bytes) == nullptr) return INVALID_VALUE;
@@ -87,7 +47,8 @@ CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t
 }
 
 // To memory that is not pinned the copy has been made when the call returns.
-CUresult copy_to_host(Driver& driver, void* to, CUdeviceptr from, size_t bytes, CUstream stream, bool wait) {
+CUresult copy_to_host(Driver& driver, void* to, CUdeviceptr from, size_t bytes, CUstream stream,
+                      bool wait) {
     if (from == 0 || (to == nullptr && bytes != 0)) return INVALID_VALUE;
     driver.counters.copies_to_host += 1;
     driver.counters.bytes_to_host += bytes;
@@ -99,7 +60,8 @@ CUresult copy_to_host(Driver& driver, void* to, CUdeviceptr from, size_t bytes, 
     return put_copy(driver, stream, std::move(operation), wait || !driver.is_pinned(to, bytes));
 }
 
-CUresult copy_on_device(Driver& driver, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+CUresult copy_on_device(Driver& driver, CUdeviceptr to, CUdeviceptr from, size_t bytes,
+                        CUstream stream) {
     if (to == 0 || from == 0) return INVALID_VALUE;
     driver.counters.copies_on_device += 1;
     Operation operation;
@@ -166,7 +128,7 @@ int attribute_of(const Settings& settings, int attribute) {
 
 using namespace kvpool::emu;
 
-// ---- The driver and its device -------------------------------------------------------------------
+// ---- The driver and its device ----------------------------------------------------------------
 
 KV_API CUresult cuInit(unsigned flags) {
     Call call("cuInit", Needs::Nothing);
@@ -201,7 +163,8 @@ KV_API CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
     KV_ENTER("cuDeviceGetName", Needs::Driver);
     if (name == nullptr || length <= 0) return INVALID_VALUE;
     if (device != 0) return INVALID_DEVICE;
-    snprintf(name, static_cast<size_t>(length), "kvpool EMULATED device (no GPU: kernels run on the host)");
+    snprintf(name, static_cast<size_t>(length),
+             "kvpool EMULATED device (no GPU: kernels run on the host)");
     return SUCCESS;
 }
 
@@ -221,7 +184,7 @@ KV_API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
     return SUCCESS;
 }
 
-// ---- Contexts ------------------------------------------------------------------------------------
+// ---- Contexts ---------------------------------------------------------------------------------
 
 KV_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
     KV_ENTER("cuDevicePrimaryCtxRetain", Needs::Driver);
@@ -265,7 +228,8 @@ KV_API CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 
 KV_API CUresult cuCtxSetCurrent(CUcontext context) {
     KV_ENTER("cuCtxSetCurrent", Needs::Driver);
-    if (context != nullptr && (context != &driver.context || driver.context_users == 0)) return INVALID_CONTEXT;
+    if (context != nullptr && (context != &driver.context || driver.context_users == 0))
+        return INVALID_CONTEXT;
     if (!current_contexts.empty()) current_contexts.pop_back();
     if (context != nullptr) current_contexts.push_back(context);
     return SUCCESS;
@@ -285,7 +249,7 @@ KV_API CUresult cuCtxSynchronize() {
     return driver.sticky;
 }
 
-// ---- Memory --------------------------------------------------------------------------------------
+// ---- Memory -----------------------------------------------------------------------------------
 
 KV_API CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
     KV_ENTER("cuMemGetInfo_v2", Needs::Context);
@@ -330,7 +294,9 @@ KV_API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned /*flags*/)
     return SUCCESS;
 }
 
-KV_API CUresult cuMemAllocHost_v2(void** address, size_t bytes) { return cuMemHostAlloc(address, bytes, 0); }
+KV_API CUresult cuMemAllocHost_v2(void** address, size_t bytes) {
+    return cuMemHostAlloc(address, bytes, 0);
+}
 
 KV_API CUresult cuMemFreeHost(void* address) {
     KV_ENTER("cuMemFreeHost", Needs::Context);
@@ -342,7 +308,8 @@ KV_API CUresult cuMemFreeHost(void* address) {
     return SUCCESS;
 }
 
-KV_API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+KV_API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes,
+                                     CUstream stream) {
     KV_ENTER("cuMemcpyHtoDAsync_v2", Needs::Context);
     return copy_to_device(driver, to, from, bytes, stream, false);
 }
@@ -362,7 +329,8 @@ KV_API CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
     return copy_to_host(driver, to, from, bytes, nullptr, true);
 }
 
-KV_API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+KV_API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes,
+                                     CUstream stream) {
     KV_ENTER("cuMemcpyDtoDAsync_v2", Needs::Context);
     return copy_on_device(driver, to, from, bytes, stream);
 }
@@ -372,7 +340,8 @@ KV_API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes) 
     return copy_on_device(driver, to, from, bytes, nullptr);
 }
 
-KV_API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+KV_API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes,
+                                CUstream stream) {
     KV_ENTER("cuMemsetD8Async", Needs::Context);
     return fill(driver, to, value, bytes, stream);
 }
@@ -380,275 +349,4 @@ KV_API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t byte
 KV_API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t bytes) {
     KV_ENTER("cuMemsetD8_v2", Needs::Context);
     return fill(driver, to, value, bytes, nullptr);
-}
-
-// ---- Modules and launches ------------------------------------------------------------------------
-
-KV_API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-    KV_ENTER("cuModuleLoadData", Needs::Context);
-    if (module == nullptr || image == nullptr) return INVALID_VALUE;
-    // Whatever the image holds, the kernels are those that were compiled in.
-    auto loaded = std::make_unique<Module>();
-    *module = loaded.get();
-    driver.modules[loaded.get()] = std::move(loaded);
-    driver.counters.modules += 1;
-    return SUCCESS;
-}
-
-KV_API CUresult cuModuleUnload(CUmodule module) {
-    KV_ENTER("cuModuleUnload", Needs::Context);
-    if (driver.modules.count(module) == 0) return INVALID_HANDLE;
-    driver.finish_all();
-    driver.modules.erase(module);
-    return SUCCESS;
-}
-
-KV_API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
-    KV_ENTER("cuModuleGetFunction", Needs::Context);
-    if (function == nullptr || name == nullptr) return INVALID_VALUE;
-    auto found = driver.modules.find(module);
-    if (found == driver.modules.end()) return INVALID_HANDLE;
-    const KernelEntry* kernel = find_kernel(name);
-    if (kernel == nullptr) return NOT_FOUND;
-    for (auto& known : found->second->functions) {
-        if (known->kernel == kernel) {
-            *function = known.get();
-            return SUCCESS;
-        }
-    }
-    auto added = std::make_unique<Function>();
-    added->kernel = kernel;
-    *function = added.get();
-    found->second->functions.push_back(std::move(added));
-    return SUCCESS;
-}
-
-KV_API CUresult cuFuncSetAttribute(CUfunction handle, int attribute, int value) {
-    KV_ENTER("cuFuncSetAttribute", Needs::Context);
-    Function* function = driver.function_of(handle);
-    if (function == nullptr) return INVALID_HANDLE;
-    if (attribute == FUNCTION_SHARED_CARVEOUT) return SUCCESS;
-    if (attribute != FUNCTION_MAX_DYNAMIC_SHARED || value < 0 ||
-        static_cast<uint32_t>(value) > driver.settings.max_dynamic_shared()) {
-        return INVALID_VALUE;
-    }
-    function->max_dynamic_shared = static_cast<uint32_t>(value);
-    return SUCCESS;
-}
-
-KV_API CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction handle) {
-    KV_ENTER("cuFuncGetAttribute", Needs::Context);
-    const Function* function = driver.function_of(handle);
-    if (function == nullptr) return INVALID_HANDLE;
-    if (value == nullptr) return INVALID_VALUE;
-    switch (attribute) {
-        case FUNCTION_MAX_THREADS:
-            *value = static_cast<int>(function->kernel->max_threads);
-            break;
-        case FUNCTION_MAX_DYNAMIC_SHARED:
-            *value = static_cast<int>(function->max_dynamic_shared);
-            break;
-        default:
-            *value = 0;
-    }
-    return SUCCESS;
-}
-
-KV_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                               CUstream stream_handle, void** params, void** extra) {
-    KV_ENTER("cuLaunchKernel", Needs::Context);
-    const Function* function = driver.function_of(handle);
-    auto stream = driver.stream_of(stream_handle);
-    if (function == nullptr || stream == nullptr) return INVALID_HANDLE;
-    if (extra != nullptr) return NOT_SUPPORTED;
-    const Dim3 grid{grid_x, grid_y, grid_z};
-    const Dim3 block{block_x, block_y, block_z};
-    if (params == nullptr || params[0] == nullptr || grid.count() == 0 || block.count() == 0 ||
-        grid_x > INT32_MAX || grid_y > 65535 || grid_z > 65535 || block.count() > MAX_THREADS || block_z > 64 ||
-        shared_bytes > function->max_dynamic_shared) {
-        return INVALID_VALUE;
-    }
-    // More threads than __launch_bounds__ left registers for.
-    if (block.count() > function->kernel->max_threads) return LAUNCH_OUT_OF_RESOURCES;
-    driver.counters.launches += 1;
-    Operation operation;
-    operation.kind = OperationKind::Launch;
-    operation.launch.kernel = function->kernel;
-    operation.launch.grid = grid;
-    operation.launch.block = block;
-    operation.launch.shared_bytes = shared_bytes;
-    const auto* bytes = static_cast<const unsigned char*>(params[0]);
-    operation.params.assign(bytes, bytes + function->kernel->params_bytes);
-    return driver.put(stream, std::move(operation));
-}
-
-KV_API CUresult cuLaunchHostFunc(CUstream stream_handle, CUhostFn host_call, void* data) {
-    KV_ENTER("cuLaunchHostFunc", Needs::Context);
-    auto stream = driver.stream_of(stream_handle);
-    if (stream == nullptr) return INVALID_HANDLE;
-    if (host_call == nullptr) return INVALID_VALUE;
-    Operation operation;
-    operation.kind = OperationKind::HostCall;
-    operation.host_call = host_call;
-    operation.host_data = data;
-    return driver.put(stream, std::move(operation));
-}
-
-// ---- Streams and events --------------------------------------------------------------------------
-
-KV_API CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
-    KV_ENTER("cuStreamCreate", Needs::Context);
-    if (stream == nullptr || flags > STREAM_NON_BLOCKING) return INVALID_VALUE;
-    auto created = std::make_shared<Stream>();
-    created->flags = flags;
-    *stream = created.get();
-    driver.streams[created.get()] = created;
-    driver.counters.streams += 1;
-    return SUCCESS;
-}
-
-KV_API CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int /*priority*/) {
-    return cuStreamCreate(stream, flags);
-}
-
-KV_API CUresult cuStreamDestroy_v2(CUstream handle) {
-    KV_ENTER("cuStreamDestroy_v2", Needs::Context);
-    auto found = driver.streams.find(handle);
-    if (found == driver.streams.end()) return INVALID_HANDLE;
-    // Its work is still done, sometime.
-    if (!found->second->queue.empty()) driver.leaving_streams.push_back(found->second);
-    driver.streams.erase(found);
-    return SUCCESS;
-}
-
-KV_API CUresult cuStreamSynchronize(CUstream handle) {
-    KV_ENTER("cuStreamSynchronize", Needs::Context);
-    auto stream = driver.stream_of(handle);
-    if (stream == nullptr) return INVALID_HANDLE;
-    if (stream->capture != nullptr) return CAPTURE_UNSUPPORTED;
-    Ticket end = Driver::end_of(stream);
-    if (stream->is_null) {
-        // The legacy default stream stands for all that block.
-        for (auto& other : driver.streams) {
-            if ((other.second->flags & STREAM_NON_BLOCKING) == 0) driver.finish(Driver::end_of(other.second));
-        }
-    }
-    return finish(driver, end);
-}
-
-KV_API CUresult cuStreamQuery(CUstream handle) {
-    KV_ENTER("cuStreamQuery", Needs::Context);
-    auto stream = driver.stream_of(handle);
-    if (stream == nullptr) return INVALID_HANDLE;
-    if (Driver::reached(Driver::end_of(stream))) return SUCCESS;
-    driver.make_progress(stream);
-    return driver.sticky != SUCCESS ? driver.sticky : NOT_READY;
-}
-
-KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned /*flags*/) {
-    KV_ENTER("cuStreamWaitEvent", Needs::Context);
-    auto stream = driver.stream_of(handle);
-    auto event = driver.events.find(event_handle);
-    if (stream == nullptr || event == driver.events.end()) return INVALID_HANDLE;
-    // An event that was never recorded is no reason to wait.
-    if (!event->second->recorded) return SUCCESS;
-    Operation operation;
-    operation.kind = OperationKind::Wait;
-    operation.after.push_back(event->second->ticket);
-    return driver.put(stream, std::move(operation));
-}
-
-KV_API CUresult cuEventCreate(CUevent* event, unsigned flags) {
-    KV_ENTER("cuEventCreate", Needs::Context);
-    if (event == nullptr) return INVALID_VALUE;
-    auto created = std::make_shared<Event>();
-    created->flags = flags;
-    *event = created.get();
-    driver.events[created.get()] = created;
-    driver.counters.events += 1;
-    return SUCCESS;
-}
-
-KV_API CUresult cuEventDestroy_v2(CUevent handle) {
-    KV_ENTER("cuEventDestroy_v2", Needs::Context);
-    return driver.events.erase(handle) != 0 ? SUCCESS : INVALID_HANDLE;
-}
-
-KV_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
-    KV_ENTER("cuEventRecord", Needs::Context);
-    auto event = driver.events.find(handle);
-    auto stream = driver.stream_of(stream_handle);
-    if (event == driver.events.end() || stream == nullptr) return INVALID_HANDLE;
-    Operation operation;
-    operation.kind = OperationKind::Record;
-    operation.event = event->second;
-    const bool captured = stream->capture != nullptr;
-    const CUresult put = driver.put(stream, std::move(operation));
-    if (put == SUCCESS && !captured) {
-        event->second->recorded = true;
-        event->second->ticket = Driver::end_of(stream);
-    }
-    return put;
-}
-
-KV_API CUresult cuEventQuery(CUevent handle) {
-    KV_ENTER("cuEventQuery", Needs::Context);
-    auto event = driver.events.find(handle);
-    if (event == driver.events.end()) return INVALID_HANDLE;
-    const Ticket ticket = event->second->ticket;
-    if (!event->second->recorded || Driver::reached(ticket)) return SUCCESS;
-    driver.make_progress(ticket.stream);
-    return driver.sticky != SUCCESS ? driver.sticky : NOT_READY;
-}
-
-KV_API CUresult cuEventSynchronize(CUevent handle) {
-    KV_ENTER("cuEventSynchronize", Needs::Context);
-    auto event = driver.events.find(handle);
-    if (event == driver.events.end()) return INVALID_HANDLE;
-    return finish(driver, event->second->recorded ? event->second->ticket : Ticket{});
-}
-
-KV_API CUresult cuEventElapsedTime(float* milliseconds, CUevent start_handle, CUevent end_handle) {
-    KV_ENTER("cuEventElapsedTime", Needs::Context);
-    auto start = driver.events.find(start_handle);
-    auto end = driver.events.find(end_handle);
-    if (start == driver.events.end() || end == driver.events.end()) return INVALID_HANDLE;
-    if (milliseconds == nullptr) return INVALID_VALUE;
-    if (!start->second->recorded || !end->second->recorded ||
-        ((start->second->flags | end->second->flags) & EVENT_DISABLE_TIMING) != 0) {
-        return INVALID_HANDLE;
-    }
-    if (!Driver::reached(start->second->ticket) || !Driver::reached(end->second->ticket)) return NOT_READY;
-    *milliseconds = static_cast<float>(end->second->time_ms - start->second->time_ms);
-    return SUCCESS;
-}
-
-KV_API CUresult cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
-    return cuEventElapsedTime(milliseconds, start, end);
-}
-
-// ---- Errors --------------------------------------------------------------------------------------
-
-namespace {
-const ErrorText* error_text(CUresult code) {
-    for (const ErrorText& error : ERRORS) {
-        if (error.code == code) return &error;
-    }
-    return nullptr;
-}
-}  // namespace
-
-KV_API CUresult cuGetErrorName(CUresult code, const char** name) {
-    const ErrorText* error = error_text(code);
-    if (name == nullptr) return INVALID_VALUE;
-    *name = error != nullptr ? error->name : nullptr;
-    return error != nullptr ? SUCCESS : INVALID_VALUE;
-}
-
-KV_API CUresult cuGetErrorString(CUresult code, const char** text) {
-    const ErrorText* error = error_text(code);
-    if (text == nullptr) return INVALID_VALUE;
-    *text = error != nullptr ? error->text : nullptr;
-    return error != nullptr ? SUCCESS : INVALID_VALUE;
 }

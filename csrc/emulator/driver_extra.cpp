@@ -83,8 +83,9 @@ KV_EXTRA void kvpool_emu_traffic_full(const char* kernel, uint64_t out[10]) {
     if (driver.initialised) driver.finish_all();
     auto found = driver.traffic.find(kernel);
     const Traffic t = found != driver.traffic.end() ? found->second : Traffic{};
-    const uint64_t all[10] = {t.launches,    t.blocks,          t.read_bytes,         t.read_sectors, t.read_instructions,
-                              t.write_bytes, t.write_sectors,   t.write_instructions, t.atomics,      t.bank_conflicts};
+    const uint64_t all[10] = {
+        t.launches,    t.blocks,        t.read_bytes,         t.read_sectors, t.read_instructions,
+        t.write_bytes, t.write_sectors, t.write_instructions, t.atomics,      t.bank_conflicts};
     memcpy(out, all, sizeof all);
 }
 

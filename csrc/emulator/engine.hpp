@@ -1,7 +1,8 @@
 // Runs a kernel: blocks one after another, the threads of a block as fibers.
 //
-// A thread runs until it must wait for others: at a warp collective, at a barrier, at its end. With seed 0 lanes,
-// warps and blocks go in their natural order; any other seed shuffles all three. A thread that errs ends the launch.
+// A thread runs until it must wait for others: at a warp collective, at a barrier, at its end. With
+// seed 0 lanes, warps and blocks go in their natural order; any other seed shuffles all three. A
+// thread that errs ends the launch.
 #pragma once
 
 #include <stddef.h>
@@ -52,7 +53,8 @@ struct Warp {
     Collective collective{};
     Site site{};
     WarpLog log;
-    // Twice, in turn: a lane may come to the next collective before another has read the answer of this one.
+    // Twice, in turn: a lane may come to the next collective before another has read the answer of
+    // this one.
     alignas(64) uint32_t exchange[2][LANES][EXCHANGE_WORDS];
 };
 
@@ -103,8 +105,9 @@ public:
     const Dim3& block_index() const { return block_index_; }
     char* dynamic_shared() const { return shared_.dynamic(); }
 
-    // Waits for the other lanes of the warp at the same collective; `complete` runs once, in the last. What the lanes
-    // wrote to `exchange` before is in what this gives, until the lane's next collective but one.
+    // Waits for the other lanes of the warp at the same collective; `complete` runs once, in the
+    // last. What the lanes wrote to `exchange` before is in what this gives, until the lane's next
+    // collective but one.
     template <class Complete>
     auto& meet(Collective collective, Site site, Complete complete) {
         Warp& warp = *current_->warp;
@@ -129,22 +132,23 @@ public:
         warp.order = next_order(LANES);
         return exchange;
     }
-    uint32_t (&exchange())[LANES][EXCHANGE_WORDS] {
-        return current_->warp->exchange[current_->warp->parity];
-    }
+    uint32_t (&exchange())
+        [LANES][EXCHANGE_WORDS] { return current_->warp->exchange[current_->warp->parity]; }
 
     void wait_barrier(uint32_t number, uint32_t threads, Site site);
 
     // The host's address of device memory, once the access is found to be in order.
     char* global(Access access, uint64_t address, uint32_t bytes, Site site) {
-        if (address % bytes != 0) fail_access(FaultCode::MisalignedAddress, access, address, bytes, site);
+        if (address % bytes != 0)
+            fail_access(FaultCode::MisalignedAddress, access, address, bytes, site);
         char* p = memory_.find(address, bytes);
         if (p == nullptr) fail_access(FaultCode::IllegalAddress, access, address, bytes, site);
         current_->warp->log.add(current_->lane, site, access, address, bytes);
         return p;
     }
     bool is_shared(const void* p) const { return shared_.contains(p); }
-    // Fails when the bytes are not inside shared memory, or not aligned. `counted`: for bank conflicts.
+    // Fails when the bytes are not inside shared memory, or not aligned. `counted`: for bank
+    // conflicts.
     void check_shared(const void* p, uint32_t bytes, Site site, bool counted);
 
     // The variable that `key` stands for, the same for all threads of the block.
@@ -165,7 +169,8 @@ private:
     void fail_stuck();
     Thread* next_thread();
     [[noreturn]] void fail_divergent(Collective collective, Site site);
-    [[noreturn]] void fail_access(FaultCode code, Access access, uint64_t address, uint32_t bytes, Site site);
+    [[noreturn]] void fail_access(FaultCode code, Access access, uint64_t address, uint32_t bytes,
+                                  Site site);
     [[noreturn]] void fail_shared(const void* p, uint32_t bytes, Site site);
     static void answer_trap(uint64_t address);
     [[noreturn]] void leave();
@@ -177,7 +182,8 @@ private:
     uint32_t next_order(uint32_t count) {
         return launch_.seed == 0 ? 0 : static_cast<uint32_t>(next_random() >> 33) & (count - 1);
     }
-    // The lowest bit of `mask` after its numbers are combined with `order` (below 32) by exclusive or.
+    // The lowest bit of `mask` after its numbers are combined with `order` (below 32) by exclusive
+    // or.
     static uint32_t first_in_order(uint32_t mask, uint32_t order) {
         if ((order & 1) != 0) mask = (mask >> 1 & 0x55555555u) | (mask & 0x55555555u) << 1;
         if ((order & 2) != 0) mask = (mask >> 2 & 0x33333333u) | (mask & 0x33333333u) << 2;
@@ -234,7 +240,8 @@ inline Fault Engine::run(const Launch& launch, Traffic& traffic) {
     engine = this;
     const Trap trap(answer_trap);
     const uint64_t blocks = launch.grid.count();
-    // Block (i * stride + first) mod blocks is the i-th; a stride without a common factor visits each.
+    // Block (i * stride + first) mod blocks is the i-th; a stride without a common factor visits
+    // each.
     uint64_t first = 0;
     uint64_t stride = 1;
     if (launch.seed != 0 && blocks > 1) {
@@ -275,7 +282,7 @@ inline void Engine::prepare_block() {
         thread.copies.clear();
         thread.groups.clear();
         thread.uncommitted = 0;
-        prepare_fiber(thread.fiber, stacks_.at(i), thread_main);
+        prepare_fiber(thread.fiber, i, stacks_.at(i), thread_main);
     }
     for (uint32_t w = 0; w < num_warps_; ++w) {
         const uint32_t lanes = num_threads_ - w * LANES;
@@ -304,27 +311,9 @@ inline void Engine::run_block(const Dim3& index) {
     const Text damage = shared_.damage();
     if (damage.chars[0] == '\0') return;
     fault_.code = FaultCode::IllegalAddress;
-    fault_.text = text_of("%s, block (%u, %u, %u): ", launch_.kernel->name, index.x, index.y, index.z) + damage;
-}
-
-// A page fault of the running thread; see trap.hpp.
-inline void Engine::answer_trap(uint64_t address) {
-    Engine& self = *engine;
-    if (self.current_ == nullptr) return;
-    const void* p = reinterpret_cast<const void*>(address);
-    const auto stack = reinterpret_cast<uint64_t>(self.current_->fiber.stack);
-    if (self.memory_.is_device(address)) {
-        self.fail(FaultCode::IllegalAddress,
-                  text_of("dereferences the device address 0x%llx itself, not by load_*, store_* or their like: ",
-                          static_cast<unsigned long long>(address)) +
-                      self.memory_.nearest(address),
-                  Site{"somewhere", 0});
-    }
-    if (self.shared_.contains(p)) self.fail_shared(p, 1, Site{"somewhere", 0});
-    if (stack - address <= STACK_GUARD_BYTES) {
-        self.fail(FaultCode::LaunchFailed,
-                  text_of("more than %zu KiB of local variables", STACK_BYTES >> 10), Site{"somewhere", 0});
-    }
+    fault_.text =
+        text_of("%s, block (%u, %u, %u): ", launch_.kernel->name, index.x, index.y, index.z) +
+        damage;
 }
 
 inline void Engine::thread_main() {
@@ -361,16 +350,23 @@ inline Thread* Engine::next_thread() {
 
 // Lets others run until this thread can go on.
 inline void Engine::go_on() {
-    Thread* next = next_thread();
-    if (next == nullptr) fail_stuck();
-    Thread* const self = current_;
-    if (next == self) return;
+    Thread& self = *current_;
+    const Warp& warp = *self.warp;
+    Thread* next = nullptr;
+    if (warp.ready != 0) {
+        next = &threads_[self.warp_number * LANES + first_in_order(warp.ready, warp.order)];
+    } else {
+        next = next_thread();
+        if (next == nullptr) fail_stuck();
+    }
+    if (next == &self) return;
     current_ = next;
-    switch_fiber(self->fiber, next->fiber);
+    switch_fiber(self.fiber, next->fiber);
 }
 
 inline void Engine::wait_barrier(uint32_t number, uint32_t threads, Site site) {
-    if (number >= MAX_BARRIERS) fail(FaultCode::LaunchFailed, text_of("there are 16 barriers"), site);
+    if (number >= MAX_BARRIERS)
+        fail(FaultCode::LaunchFailed, text_of("there are 16 barriers"), site);
     Barrier& barrier = barriers_[number];
     if (threads == 0) threads = num_threads_;
     if (barrier.arrived == 0) {
@@ -403,35 +399,19 @@ inline void Engine::release(Barrier& barrier) {
     warp_order_ = next_order(LANES);
 }
 
-inline void Engine::check_shared(const void* p, uint32_t bytes, Site site, bool counted) {
-    size_t offset = 0;
-    if (!shared_.find(p, bytes, offset)) fail_shared(p, bytes, site);
-    if (offset % bytes != 0) {
-        fail(FaultCode::MisalignedAddress,
-             text_of("%u bytes of shared memory at offset %zu, which is not a multiple", bytes, offset), site);
-    }
-    if (counted && launch_.count_banks) {
-        current_->warp->log.add(current_->lane, site, Access::Shared, reinterpret_cast<uint64_t>(p), bytes);
-    }
-}
-
-inline void* Engine::static_shared(const void* key, size_t bytes, size_t alignment) {
-    void* p = shared_.variable(key, bytes, alignment);
-    if (p == nullptr) {
-        fail(FaultCode::LaunchOutOfResources, text_of("more than 48 KiB of static shared memory"), Site::here());
-    }
-    return p;
-}
-
-inline void Engine::add_copy(void* shared, const void* global, uint32_t bytes, uint32_t size, Site site) {
+inline void Engine::add_copy(void* shared, const void* global, uint32_t bytes, uint32_t size,
+                             Site site) {
     check_shared(shared, size, site, false);
     const uint64_t address = reinterpret_cast<uint64_t>(global);
-    if (bytes > size) fail(FaultCode::LaunchFailed, text_of("copies more bytes than the copy is long"), site);
-    if (address % size != 0) fail_access(FaultCode::MisalignedAddress, Access::Read, address, size, site);
+    if (bytes > size)
+        fail(FaultCode::LaunchFailed, text_of("copies more bytes than the copy is long"), site);
+    if (address % size != 0)
+        fail_access(FaultCode::MisalignedAddress, Access::Read, address, size, site);
     const char* from = nullptr;
     if (bytes != 0) {
         from = memory_.find(address, bytes);
-        if (from == nullptr) fail_access(FaultCode::IllegalAddress, Access::Read, address, bytes, site);
+        if (from == nullptr)
+            fail_access(FaultCode::IllegalAddress, Access::Read, address, bytes, site);
         current_->warp->log.add(current_->lane, site, Access::Read, address, bytes);
     }
     // From now on the old bytes are lost, and the new ones are not there.
@@ -460,79 +440,6 @@ inline void Engine::wait_copies(uint32_t groups_left) {
     self.groups.erase(self.groups.begin(), self.groups.begin() + static_cast<ptrdiff_t>(done));
 }
 
-inline Text Engine::where() const {
-    const Dim3& b = block_index_;
-    const Dim3& t = current_->index;
-    return text_of("%s, block (%u, %u, %u), thread (%u, %u, %u)", launch_.kernel->name, b.x, b.y, b.z,
-                   t.x, t.y, t.z);
-}
-
-inline void Engine::fail(FaultCode code, const Text& what, Site site) {
-    fault_.code = code;
-    fault_.text = where() + text_of(", at %s:%d: ", site.name(), site.line) + what;
-    leave();
-}
-
-// Back to the scheduler, for good: the end of the block, or of the launch.
-inline void Engine::leave() {
-    Fiber& fiber = current_->fiber;
-    current_ = nullptr;
-    switch_fiber(fiber, scheduler_, true);
-    __builtin_unreachable();
-}
-
-inline void Engine::fail_access(FaultCode code, Access access, uint64_t address, uint32_t bytes, Site site) {
-    static constexpr const char* VERBS[] = {"reads", "writes", "changes"};
-    const char* verb = VERBS[static_cast<int>(access)];
-    const char* kind = code == FaultCode::MisalignedAddress ? ", which is not a multiple of that" : "";
-    fail(code,
-         text_of("%s %u bytes at 0x%llx%s: ", verb, bytes, static_cast<unsigned long long>(address), kind) +
-             memory_.nearest(address),
-         site);
-}
-
-inline void Engine::fail_shared(const void* p, uint32_t bytes, Site site) {
-    Text what = text_of("%u bytes outside the block's shared memory", bytes);
-    if (shared_.contains(p)) {
-        const auto offset = static_cast<long long>(static_cast<const char*>(p) - shared_.dynamic());
-        what = what + text_of(": byte %lld of %u dynamic ones", offset, shared_.dynamic_bytes());
-    }
-    fail(FaultCode::IllegalAddress, what, site);
-}
-
-inline void Engine::fail_divergent(Collective collective, Site site) {
-    const Warp& warp = *current_->warp;
-    fail(FaultCode::LaunchFailed,
-         text_of("lanes of one warp at different collectives: this one at %s, others at %s (%s:%d)",
-                 name_of(collective), name_of(warp.collective), warp.site.name(), warp.site.line),
-         site);
-}
-
-// Nobody can run, and not all have ended: some wait for threads that will not come.
-inline void Engine::fail_stuck() {
-    for (uint32_t w = 0; w < num_warps_; ++w) {
-        const Warp& warp = warps_[w];
-        if (warp.arrived == 0) continue;
-        current_ = &threads_[w * LANES + static_cast<uint32_t>(__builtin_ctz(warp.arrived))];
-        fail(FaultCode::LaunchFailed,
-             text_of("%s waits for lanes that never come: arrived 0x%08x of 0x%08x",
-                     name_of(warp.collective), warp.arrived, warp.lanes),
-             warp.site);
-    }
-    for (uint32_t i = 0; i < MAX_BARRIERS; ++i) {
-        const Barrier& barrier = barriers_[i];
-        if (barrier.arrived == 0) continue;
-        for (uint32_t w = 0; w < num_warps_; ++w) {
-            if (barrier.waiting[w] == 0) continue;
-            current_ = &threads_[w * LANES + static_cast<uint32_t>(__builtin_ctz(barrier.waiting[w]))];
-            break;
-        }
-        fail(FaultCode::LaunchFailed,
-             text_of("barrier %u waits for threads that never come: arrived %u of %u, %u have ended", i,
-                     barrier.arrived, barrier.expected, num_ended_),
-             barrier.site);
-    }
-    fail(FaultCode::LaunchFailed, text_of("no thread can go on"), Site::here());
-}
-
 }  // namespace kvpool::emu
+
+#include "engine_faults.hpp"

@@ -46,7 +46,8 @@ struct Site {
     }
 };
 
-// A message, without memory of its own to give back: the stack of a thread that erred is never unwound.
+// A message, without memory of its own to give back: the stack of a thread that erred is never
+// unwound.
 struct Text {
     char chars[1024];
     operator std::string() const { return chars; }

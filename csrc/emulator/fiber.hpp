@@ -1,8 +1,8 @@
-// Fibers: the threads of an emulated block. Each has a stack of its own and gives the processor away
-// only by itself, so that nothing here is concurrent.
+// Fibers: the threads of an emulated block. Each has a stack of its own and gives the processor
+// away only by itself, so that nothing here is concurrent.
 //
-// On x86-64 a switch saves the registers that a function must keep, and changes the stack pointer; elsewhere it
-// is swapcontext. Under AddressSanitizer every switch is announced to it.
+// On x86-64 a switch saves the registers that a function must keep, and changes the stack pointer;
+// elsewhere it is swapcontext. Under AddressSanitizer every switch is announced to it.
 #pragma once
 
 #include <stddef.h>
@@ -34,8 +34,12 @@ namespace kvpool::emu {
 #if defined(KVPOOL_EMU_ASAN)
 constexpr size_t STACK_BYTES = 256 << 10;
 #else
-constexpr size_t STACK_BYTES = 64 << 10;
+constexpr size_t STACK_BYTES = 80 << 10;
 #endif
+// Stacks begin at different places of their pages, so that what many threads use at once does not
+// lie in the same few sets of the processor's caches.
+constexpr size_t STACK_COLOURS = 64;
+constexpr size_t STACK_COLOUR_BYTES = 3 * 64;
 // Of the pages that fault around memory, and below a stack: more than a function's frame.
 constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t STACK_GUARD_BYTES = 1 << 20;
@@ -47,20 +51,21 @@ struct Fiber {
 #else
     ucontext_t context;
 #endif
-    // The lowest address of its stack, which is STACK_BYTES long. For the scheduler: as AddressSanitizer
-    // tells it.
+    // The lowest address of its stack, which is STACK_BYTES long. For the scheduler: as
+    // AddressSanitizer tells it.
     const void* stack = nullptr;
     size_t stack_bytes = 0;
     void* fake_stack = nullptr;
 };
 
-// The stacks of as many fibers as a block has had so far; kept from launch to launch. Below each lie pages that
-// fault.
+// The stacks of as many fibers as a block has had so far; kept from launch to launch. Below each
+// lie pages that fault.
 class Stacks {
 public:
     Stacks() = default;
     ~Stacks() {
-        for (size_t i = 0; i < count_; ++i) munmap(stacks_[i] - STACK_GUARD_BYTES, STACK_GUARD_BYTES + STACK_BYTES);
+        for (size_t i = 0; i < count_; ++i)
+            munmap(stacks_[i] - STACK_GUARD_BYTES, STACK_GUARD_BYTES + STACK_BYTES);
     }
     Stacks(const Stacks&) = delete;
     Stacks& operator=(const Stacks&) = delete;
@@ -95,7 +100,8 @@ private:
 using FiberEntry = void (*)();
 
 #if defined(__x86_64__)
-// Saves the caller's registers on its stack and its stack pointer to *save; goes on where `to` was saved.
+// Saves the caller's registers on its stack and its stack pointer to *save; goes on where `to` was
+// saved.
 __attribute__((naked, noinline)) inline void switch_stacks(void** /*save*/, void* /*to*/) {
     asm("pushq %rbp\n\t"
         "pushq %rbx\n\t"
@@ -115,19 +121,20 @@ __attribute__((naked, noinline)) inline void switch_stacks(void** /*save*/, void
 }
 #endif
 
-// Makes `fiber` start in `entry`, which never returns, on `stack`. [STACK_BYTES]
-inline void prepare_fiber(Fiber& fiber, char* stack, FiberEntry entry) {
+// Makes `fiber`, the `index`-th, start in `entry`, which never returns, on `stack`. [STACK_BYTES]
+inline void prepare_fiber(Fiber& fiber, size_t index, char* stack, FiberEntry entry) {
+    const size_t bytes = STACK_BYTES - index % STACK_COLOURS * STACK_COLOUR_BYTES;
     fiber.stack = stack;
-    fiber.stack_bytes = STACK_BYTES;
+    fiber.stack_bytes = bytes;
     fiber.fake_stack = nullptr;
 #if defined(KVPOOL_EMU_ASAN)
     // A fiber that was given up in the middle has left its frames' red zones behind.
     __asan_unpoison_memory_region(stack, STACK_BYTES);
 #endif
 #if defined(__x86_64__)
-    // As after a call: the address of `entry` on top of six saved registers; in `entry` the stack pointer is
-    // 8 below a multiple of 16.
-    uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + STACK_BYTES);
+    // As after a call: the address of `entry` on top of six saved registers; in `entry` the stack
+    // pointer is 8 below a multiple of 16.
+    uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + bytes);
     *--top = 0;
     *--top = reinterpret_cast<uintptr_t>(entry);
     for (int i = 0; i < 6; ++i) *--top = 0;
@@ -135,7 +142,7 @@ inline void prepare_fiber(Fiber& fiber, char* stack, FiberEntry entry) {
 #else
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stack;
-    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_stack.ss_size = bytes;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, entry, 0);
 #endif

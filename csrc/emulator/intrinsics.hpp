@@ -13,7 +13,7 @@ namespace kvpool::dev {
 
 using emu::Site;
 
-// ---- Places in the grid --------------------------------------------------------------------------
+// ---- Places in the grid -----------------------------------------------------------------------
 
 inline uint32_t thread_x() { return emu::engine->self().index.x; }
 inline uint32_t thread_y() { return emu::engine->self().index.y; }
@@ -35,7 +35,7 @@ inline unsigned char* dynamic_shared() {
     return reinterpret_cast<unsigned char*>(emu::engine->dynamic_shared());
 }
 
-// ---- Barriers, votes, shuffles -------------------------------------------------------------------
+// ---- Barriers, votes, shuffles ----------------------------------------------------------------
 
 inline void sync_threads(Site site = Site::here()) { emu::engine->wait_barrier(0, 0, site); }
 inline void sync_named(uint32_t barrier, uint32_t threads, Site site = Site::here()) {
@@ -60,8 +60,12 @@ inline uint32_t ballot_lanes(bool predicate, Site site = Site::here()) {
     });
     return votes[0][1];
 }
-inline bool any_lane(bool predicate, Site site = Site::here()) { return ballot_lanes(predicate, site) != 0; }
-inline bool all_lanes(bool predicate, Site site = Site::here()) { return ballot_lanes(!predicate, site) == 0; }
+inline bool any_lane(bool predicate, Site site = Site::here()) {
+    return ballot_lanes(predicate, site) != 0;
+}
+inline bool all_lanes(bool predicate, Site site = Site::here()) {
+    return ballot_lanes(!predicate, site) == 0;
+}
 
 namespace detail {
 // Every lane's value, and the one of lane `source` where that is in the warp.
@@ -96,7 +100,7 @@ inline T shuffle_up(T value, uint32_t delta, Site site = Site::here()) {
     return detail::exchange(value, lane_index() - delta, site);
 }
 
-// ---- Global memory -------------------------------------------------------------------------------
+// ---- Global memory ----------------------------------------------------------------------------
 
 template <class T>
 inline T* at_address(uint64_t address) {
@@ -138,7 +142,8 @@ inline T replace(T* p, Site site, Op op) {
     if (emu::engine->is_shared(p)) {
         emu::engine->check_shared(p, sizeof(T), site, false);
     } else {
-        place = emu::engine->global(emu::Access::Atomic, reinterpret_cast<uint64_t>(p), sizeof(T), site);
+        place = emu::engine->global(emu::Access::Atomic, reinterpret_cast<uint64_t>(p), sizeof(T),
+                                    site);
     }
     T old;
     memcpy(&old, place, sizeof(T));
@@ -159,7 +164,7 @@ inline T atomic_max(T* p, T value, Site site = Site::here()) {
     return detail::replace(p, site, [value](T old) { return old < value ? value : old; });
 }
 
-// ---- Shared memory -------------------------------------------------------------------------------
+// ---- Shared memory ----------------------------------------------------------------------------
 
 template <class T>
 inline T load_shared(const T* p, Site site = Site::here()) {
@@ -197,7 +202,7 @@ inline void cp_async_wait() {
     emu::engine->wait_copies(N);
 }
 
-// ---- Numbers -------------------------------------------------------------------------------------
+// ---- Numbers ----------------------------------------------------------------------------------
 
 inline float fma_f32(float a, float b, float c) { return ::fmaf(a, b, c); }
 inline float exp2_fast(float x) { return emu::exp2_fast(x); }
@@ -220,22 +225,30 @@ inline uint32_t pack_bf16(float low, float high) {
     return emu::f32_to_bf16(low) | static_cast<uint32_t>(emu::f32_to_bf16(high)) << 16;
 }
 inline Float2 unpack_f16(uint32_t x) {
-    return {emu::f16_to_f32(static_cast<uint16_t>(x)), emu::f16_to_f32(static_cast<uint16_t>(x >> 16))};
+    return {emu::f16_to_f32(static_cast<uint16_t>(x)),
+            emu::f16_to_f32(static_cast<uint16_t>(x >> 16))};
 }
 inline Float2 unpack_bf16(uint32_t x) {
-    return {emu::bf16_to_f32(static_cast<uint16_t>(x)), emu::bf16_to_f32(static_cast<uint16_t>(x >> 16))};
+    return {emu::bf16_to_f32(static_cast<uint16_t>(x)),
+            emu::bf16_to_f32(static_cast<uint16_t>(x >> 16))};
 }
 inline uint32_t add_f16x2(uint32_t a, uint32_t b) { return emu::halves(emu::add_f16, a, b); }
-inline uint32_t sub_f16x2(uint32_t a, uint32_t b) { return emu::halves(emu::add_f16, a, b ^ 0x80008000u); }
+inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+    return emu::halves(emu::add_f16, a, b ^ 0x80008000u);
+}
 inline uint32_t mul_f16x2(uint32_t a, uint32_t b) { return emu::halves(emu::mul_f16, a, b); }
-inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) { return emu::halves(emu::fma_f16, a, b, c); }
-inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) { return emu::halves(emu::fma_bf16, a, b, c); }
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    return emu::halves(emu::fma_f16, a, b, c);
+}
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    return emu::halves(emu::fma_bf16, a, b, c);
+}
 inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return emu::permute_bytes(a, b, selector);
 }
 inline int32_t dp4a(uint32_t a, uint32_t b, int32_t c) { return emu::dp4a(a, b, c); }
 
-// ---- Matrices ------------------------------------------------------------------------------------
+// ---- Matrices ---------------------------------------------------------------------------------
 
 namespace detail {
 template <uint32_t COUNT, bool TRANSPOSED>
@@ -250,7 +263,8 @@ inline void load_matrices(uint32_t (&r)[COUNT], const void* row, Site site) {
 }
 
 template <class T, uint32_t A, class Multiply>
-inline void mma(T (&c)[4], const uint32_t (&a)[A], uint32_t b0, uint32_t b1, Site site, Multiply multiply) {
+inline void mma(T (&c)[4], const uint32_t (&a)[A], uint32_t b0, uint32_t b1, Site site,
+                Multiply multiply) {
     emu::Engine& engine = *emu::engine;
     const uint32_t lane = engine.self().lane;
     uint32_t* words = engine.exchange()[lane];
@@ -284,17 +298,20 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, Site site = Sit
 
 inline void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                              Site site = Site::here()) {
-    detail::mma(c, a, b0, b1, site, [](auto& all) { emu::multiply_halves<16>(all, emu::f16_to_f32); });
+    detail::mma(c, a, b0, b1, site, [](auto& all) { emu::multiply_halves<16, emu::HalfF16>(all); });
 }
 inline void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                               Site site = Site::here()) {
-    detail::mma(c, a, b0, b1, site, [](auto& all) { emu::multiply_halves<16>(all, emu::bf16_to_f32); });
+    detail::mma(c, a, b0, b1, site,
+                [](auto& all) { emu::multiply_halves<16, emu::HalfBf16>(all); });
 }
-inline void mma_m16n8k8_f16(float (&c)[4], const uint32_t (&a)[2], uint32_t b0, Site site = Site::here()) {
-    detail::mma(c, a, b0, 0, site, [](auto& all) { emu::multiply_halves<8>(all, emu::f16_to_f32); });
+inline void mma_m16n8k8_f16(float (&c)[4], const uint32_t (&a)[2], uint32_t b0,
+                            Site site = Site::here()) {
+    detail::mma(c, a, b0, 0, site, [](auto& all) { emu::multiply_halves<8, emu::HalfF16>(all); });
 }
-inline void mma_m16n8k8_bf16(float (&c)[4], const uint32_t (&a)[2], uint32_t b0, Site site = Site::here()) {
-    detail::mma(c, a, b0, 0, site, [](auto& all) { emu::multiply_halves<8>(all, emu::bf16_to_f32); });
+inline void mma_m16n8k8_bf16(float (&c)[4], const uint32_t (&a)[2], uint32_t b0,
+                             Site site = Site::here()) {
+    detail::mma(c, a, b0, 0, site, [](auto& all) { emu::multiply_halves<8, emu::HalfBf16>(all); });
 }
 inline void mma_m16n8k32_s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                             Site site = Site::here()) {

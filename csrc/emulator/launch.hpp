@@ -1,8 +1,8 @@
 // Launches kernels from a C++ program, without the driver's stand-in: for tests of kernels.
 //
-//   kvpool::emu::Device device;                      // optionally: bytes of memory
-//   auto x = device.array<float>(1024);              // device memory; x.address() goes into the parameters
-//   x.host()[i] = …                                  // the host's view of the same bytes
+//   kvpool::emu::Device device;             // optionally: bytes of memory
+//   auto x = device.array<float>(1024);     // x.address() goes into the parameters
+//   x[i] = …                                // the host's view of the same bytes
 //   Fault fault = device.launch("kvpool_…", {grid}, {block}, shared_bytes, params);
 //   device.traffic("kvpool_…").read_sectors
 #pragma once
@@ -52,7 +52,8 @@ public:
             fprintf(stderr, "kvpool emulator: no room for %zu bytes\n", size * sizeof(T));
             abort();
         }
-        return Array<T>(address, reinterpret_cast<T*>(memory_.find(address, size * sizeof(T))), size);
+        return Array<T>(address, reinterpret_cast<T*>(memory_.find(address, size * sizeof(T))),
+                        size);
     }
     template <class T>
     Array<T> array(const std::vector<T>& values) {
@@ -62,13 +63,16 @@ public:
     }
 
     template <class Params>
-    Fault launch(const char* kernel, Dim3 grid, Dim3 block, uint32_t shared_bytes, const Params& params) {
+    Fault launch(const char* kernel, Dim3 grid, Dim3 block, uint32_t shared_bytes,
+                 const Params& params) {
         Launch launch;
         launch.kernel = find_kernel(kernel);
-        if (launch.kernel == nullptr) return Fault{FaultCode::InvalidValue, text_of("no kernel %s", kernel)};
+        if (launch.kernel == nullptr)
+            return Fault{FaultCode::InvalidValue, text_of("no kernel %s", kernel)};
         if (launch.kernel->params_bytes != sizeof(Params)) {
-            return Fault{FaultCode::InvalidValue, text_of("%s takes %zu bytes of parameters, not %zu", kernel,
-                                                          launch.kernel->params_bytes, sizeof(Params))};
+            return Fault{FaultCode::InvalidValue,
+                         text_of("%s takes %zu bytes of parameters, not %zu", kernel,
+                                 launch.kernel->params_bytes, sizeof(Params))};
         }
         if (block.count() == 0 || block.count() > launch.kernel->max_threads || grid.count() == 0 ||
             shared_bytes > DYNAMIC_SHARED_BYTES) {

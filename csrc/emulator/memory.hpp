@@ -1,8 +1,9 @@
 // The device's memory, and which of it is allocated.
 //
-// A device address is an address of a range that the process has reserved and may not touch; the bytes lie `delta`
-// further. So whoever takes a device pointer for one of the host, in a kernel or outside, faults at once. Between two
-// allocations there is always a gap, and what was freed is reused as late as possible.
+// A device address is an address of a range that the process has reserved and may not touch; the
+// bytes lie `delta` further. So whoever takes a device pointer for one of the host, in a kernel or
+// outside, faults at once. Between two allocations there is always a gap, and what was freed is
+// reused as late as possible.
 #pragma once
 
 #include <stddef.h>
@@ -22,15 +23,16 @@ class DeviceMemory {
 public:
     // As cuMemAlloc aligns.
     static constexpr uint64_t ALIGNMENT = 512;
-    // New memory up to this size is filled with bytes of 0xFF, which are NaNs of every float format.
+    // New memory up to this size is filled with bytes of 0xFF, which are NaNs of every float
+    // format.
     static constexpr uint64_t POISON_BYTES_MAX = 64ull << 20;
     static constexpr uint64_t DEFAULT_BYTES = 4ull << 30;
 
     // `capacity`: bytes of device memory, all allocations together.
     explicit DeviceMemory(uint64_t capacity) : capacity_(capacity) {
         reserved_ = 2 * capacity + (1ull << 30);
-        void* addresses = mmap(nullptr, reserved_, PROT_NONE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* addresses =
+            mmap(nullptr, reserved_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         void* data = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (addresses == MAP_FAILED || data == MAP_FAILED) {
@@ -88,7 +90,8 @@ public:
         return ranges_.erase(address) != 0;
     }
 
-    // Where the bytes [address, address + bytes) are, or null when they are not inside one live allocation.
+    // Where the bytes [address, address + bytes) are, or null when they are not inside one live
+    // allocation.
     char* find(uint64_t address, uint64_t bytes) {
         if (address - hit_start_ < hit_bytes_ && bytes <= hit_bytes_ - (address - hit_start_)) {
             return reinterpret_cast<char*>(address + hit_delta_);

@@ -18,15 +18,12 @@ inline To bits_as(From from) {
 inline float f16_to_f32(uint16_t x) {
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
     const uint32_t magnitude = x & 0x7FFFu;
-    if (magnitude >= 0x7C00u) {
-        // Infinity, or NaN with its payload.
-        return bits_as<float>(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
-    }
-    if (magnitude < 0x0400u) {
-        // Zero or subnormal: a whole number of 2^-24.
-        return bits_as<float>(sign | bits_as<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f));
-    }
-    return bits_as<float>(sign | ((magnitude << 13) + (112u << 23)));
+    // The exponents of the two formats are 112 apart; a subnormal half is a subnormal float until
+    // it is multiplied.
+    uint32_t bits = bits_as<uint32_t>(bits_as<float>(magnitude << 13) * 0x1p112f);
+    // Infinity, or NaN with its payload.
+    if (magnitude >= 0x7C00u) bits |= 0x7F800000u;
+    return bits_as<float>(sign | bits);
 }
 
 inline uint16_t f32_to_f16(float x) {
@@ -53,8 +50,8 @@ inline uint16_t f32_to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-// a + b; when that is not a double, the one of its two neighbours whose last bit is 1. Rounding that once more, to
-// at least two bits less, gives what rounding the exact sum would.
+// a + b; when that is not a double, the one of its two neighbours whose last bit is 1. Rounding
+// that once more, to at least two bits less, gives what rounding the exact sum would.
 inline double add_to_odd(double a, double b) {
     const double sum = a + b;
     if (!isfinite(sum)) return sum;
@@ -86,16 +83,19 @@ inline uint16_t fma_f16(uint16_t a, uint16_t b, uint16_t c) {
 }
 
 inline uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c) {
-    const double product = static_cast<double>(bf16_to_f32(a)) * static_cast<double>(bf16_to_f32(b));
+    const double product =
+        static_cast<double>(bf16_to_f32(a)) * static_cast<double>(bf16_to_f32(b));
     return f32_to_bf16(to_f32_odd(add_to_odd(product, static_cast<double>(bf16_to_f32(c)))));
 }
 
 // The sum and the product of two halves are exact as doubles, and then as floats rounded to odd.
 inline uint16_t add_f16(uint16_t a, uint16_t b) {
-    return f32_to_f16(to_f32_odd(static_cast<double>(f16_to_f32(a)) + static_cast<double>(f16_to_f32(b))));
+    return f32_to_f16(
+        to_f32_odd(static_cast<double>(f16_to_f32(a)) + static_cast<double>(f16_to_f32(b))));
 }
 inline uint16_t mul_f16(uint16_t a, uint16_t b) {
-    return f32_to_f16(to_f32_odd(static_cast<double>(f16_to_f32(a)) * static_cast<double>(f16_to_f32(b))));
+    return f32_to_f16(
+        to_f32_odd(static_cast<double>(f16_to_f32(a)) * static_cast<double>(f16_to_f32(b))));
 }
 
 // Applies `op` to the low and to the high halves.
@@ -129,9 +129,7 @@ inline int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
 }
 
 // Subnormals in and out are zeros, as in the .ftz forms of the device.
-inline float flush_subnormal(float x) {
-    return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x;
-}
+inline float flush_subnormal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 inline float exp2_fast(float x) {
     return flush_subnormal(static_cast<float>(::exp2(static_cast<double>(flush_subnormal(x)))));
 }

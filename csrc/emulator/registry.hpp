@@ -36,18 +36,18 @@ struct KernelRegistration {
 
 }  // namespace kvpool::emu
 
-#define KV_KERNEL(name, Params, most_threads)                                                      \
-    extern "C" void name(const Params& p);                                                         \
-    static const ::kvpool::emu::KernelEntry name##_entry{                                          \
-        #name, sizeof(Params), most_threads,                                                       \
-        [](const void* params) { name(*static_cast<const Params*>(params)); }};                    \
-    static const ::kvpool::emu::KernelRegistration name##_registration{&name##_entry};             \
+#define KV_KERNEL(name, Params, most_threads)                                          \
+    extern "C" void name(const Params& p);                                             \
+    static const ::kvpool::emu::KernelEntry name##_entry{                              \
+        #name, sizeof(Params), most_threads,                                           \
+        [](const void* params) { name(*static_cast<const Params*>(params)); }};        \
+    static const ::kvpool::emu::KernelRegistration name##_registration{&name##_entry}; \
     extern "C" void name([[maybe_unused]] const Params& p)
-#define KV_KERNEL_BLOCKS(name, Params, most_threads, min_blocks)                                   \
+#define KV_KERNEL_BLOCKS(name, Params, most_threads, min_blocks) \
     KV_KERNEL(name, Params, most_threads)
 
-#define KV_SHARED(type, name, dims)                                                                \
-    using name##_type = type dims;                                                                 \
-    static char name##_key;                                                                        \
-    name##_type& name = *static_cast<name##_type*>(::kvpool::emu::engine->static_shared(           \
+#define KV_SHARED(type, name, dims)                                                      \
+    using name##_type = type dims;                                                       \
+    static char name##_key;                                                              \
+    name##_type& name = *static_cast<name##_type*>(::kvpool::emu::engine->static_shared( \
         &name##_key, sizeof(name##_type), alignof(name##_type)))

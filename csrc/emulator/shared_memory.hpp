@@ -1,8 +1,8 @@
 // The shared memory of the block that runs.
 //
-// Static variables lie in one region, with gaps between them that the device does not have; the dynamic memory is the end
-// of another. Around both lie pages that fault, what is not in use is forbidden under AddressSanitizer, and a gap that has
-// changed is found at the end of the block.
+// Static variables lie in one region, with gaps between them that the device does not have; the
+// dynamic memory is the end of another. Around both lie pages that fault, what is not in use is
+// forbidden under AddressSanitizer, and a gap that has changed is found at the end of the block.
 #pragma once
 
 #include <stddef.h>
@@ -64,14 +64,16 @@ public:
 
     // Whatever the last block left is gone.
     void begin_block() {
-        for (const Variable& variable : variables_) memset(static_ + variable.offset, POISON, variable.bytes);
+        for (const Variable& variable : variables_)
+            memset(static_ + variable.offset, POISON, variable.bytes);
         if (dynamic_bytes_ != 0) memset(dynamic(), POISON, dynamic_bytes_);
     }
 
     char* dynamic() const { return dynamic_ + DYNAMIC_REGION_BYTES - dynamic_room_; }
     uint32_t dynamic_bytes() const { return static_cast<uint32_t>(dynamic_bytes_); }
 
-    // The variable that `key` stands for, the same for all threads of the block; null when there is no room.
+    // The variable that `key` stands for, the same for all threads of the block; null when there is
+    // no room.
     char* variable(const void* key, size_t bytes, size_t alignment) {
         for (const Variable& variable : variables_) {
             if (variable.key == key) return static_ + variable.offset;
@@ -79,7 +81,8 @@ public:
         if (alignment < 16) alignment = 16;
         const size_t offset = (static_used_ + alignment - 1) / alignment * alignment;
         variable_bytes_ += bytes;
-        if (variable_bytes_ > STATIC_SHARED_BYTES || offset + bytes + GAP_BYTES > REGION_BYTES) return nullptr;
+        if (variable_bytes_ > STATIC_SHARED_BYTES || offset + bytes + GAP_BYTES > REGION_BYTES)
+            return nullptr;
         variables_.push_back(Variable{key, offset, bytes});
         static_used_ = offset + bytes + GAP_BYTES;
         allow(static_ + offset, bytes);
@@ -87,9 +90,12 @@ public:
     }
 
     // Whether an address is of shared memory, in use or not.
-    bool contains(const void* p) const { return static_cast<size_t>(static_cast<const char*>(p) - base_) < ALL_BYTES; }
+    bool contains(const void* p) const {
+        return static_cast<size_t>(static_cast<const char*>(p) - base_) < ALL_BYTES;
+    }
 
-    // Where in its variable, or in the dynamic memory, `p` lies; false when the bytes are not inside one.
+    // Where in its variable, or in the dynamic memory, `p` lies; false when the bytes are not
+    // inside one.
     bool find(const void* p, size_t bytes, size_t& offset) const {
         const char* c = static_cast<const char*>(p);
         offset = static_cast<size_t>(c - dynamic());
@@ -107,7 +113,8 @@ public:
         for (const Variable& variable : variables_) {
             const size_t at = first_change(static_ + variable.offset + variable.bytes, GAP_BYTES);
             if (at == GAP_BYTES) continue;
-            return text_of("byte %zu past the end of a shared variable of %zu bytes was written", at, variable.bytes);
+            return text_of("byte %zu past the end of a shared variable of %zu bytes was written",
+                           at, variable.bytes);
         }
 #endif
         return text_of("%s", "");
@@ -117,7 +124,8 @@ private:
     static constexpr int POISON = 0xFF;
     // Whole pages, so that the dynamic memory ends where a page that faults begins.
     static constexpr size_t REGION_BYTES = 64 << 10;
-    static constexpr size_t DYNAMIC_REGION_BYTES = (DYNAMIC_SHARED_BYTES + GUARD_BYTES - 1) / GUARD_BYTES * GUARD_BYTES;
+    static constexpr size_t DYNAMIC_REGION_BYTES =
+        (DYNAMIC_SHARED_BYTES + GUARD_BYTES - 1) / GUARD_BYTES * GUARD_BYTES;
     static constexpr size_t GAP_BYTES = 32;
     static constexpr size_t ALL_BYTES = REGION_BYTES + DYNAMIC_REGION_BYTES + 3 * GUARD_BYTES;
 

@@ -1,8 +1,9 @@
 // Counts what a kernel moves between the multiprocessors and memory.
 //
-// The unit of the device is the warp instruction: the lanes that execute one load together fetch each 32-byte sector
-// they touch once. Lanes run here one after another, so each keeps a log, and what they logged at the same place of the
-// source, for the same time since they last met, is one instruction. Caches are not modelled.
+// The unit of the device is the warp instruction: the lanes that execute one load together fetch
+// each 32-byte sector they touch once. Lanes run here one after another, so each keeps a log, and
+// what they logged at the same place of the source, for the same time since they last met, is one
+// instruction. Caches are not modelled.
 #pragma once
 
 #include <stdint.h>
@@ -30,7 +31,8 @@ struct Traffic {
     uint64_t write_sectors = 0;
     uint64_t write_instructions = 0;
     uint64_t atomics = 0;
-    // Passes of the shared memory's 32 banks beyond the fewest possible, of checked accesses and ldmatrix.
+    // Passes of the shared memory's 32 banks beyond the fewest possible, of checked accesses and
+    // ldmatrix.
     uint64_t bank_conflicts = 0;
 
     void add(const Traffic& other) {
@@ -47,9 +49,9 @@ struct Traffic {
     }
 };
 
-// Passes beyond one of a shared memory access, in each of the parts that the device splits it into: as many lanes as
-// 128 bytes hold. A bank holds every 32nd word of 4 bytes; lanes that want the same word share a pass.
-// starts: [LANES], of those lanes whose bit is set
+// Passes beyond one of a shared memory access, in each of the parts that the device splits it into:
+// as many lanes as 128 bytes hold. A bank holds every 32nd word of 4 bytes; lanes that want the
+// same word share a pass. starts: [LANES], of those lanes whose bit is set
 inline uint64_t bank_conflicts(const uint64_t* starts, uint32_t lanes, uint64_t bytes) {
     constexpr uint32_t BANKS = 32;
     const auto part = static_cast<uint32_t>(std::min<uint64_t>(LANES, 128 / bytes));
@@ -169,7 +171,8 @@ private:
             Run runs[LANES];
             uint32_t count = 0;
             const Turn& first = turns_[i];
-            for (; i < turns_.size() && turns_[i].key == first.key && turns_[i].turn == first.turn; ++i) {
+            for (; i < turns_.size() && turns_[i].key == first.key && turns_[i].turn == first.turn;
+                 ++i) {
                 const Turn& turn = turns_[i];
                 runs[count++] = Run{turn.address, turn.address + turn.bytes, turn.lane};
             }

@@ -1,7 +1,8 @@
 // Memory that a thread of a block touches and must not: found by the page fault.
 //
-// While a kernel runs, faults at a device address that was dereferenced directly, beyond the end of shared memory, or below a
-// thread's stack end the launch with an error that says so. All other faults go where they would have gone.
+// While a kernel runs, faults at a device address that was dereferenced directly, beyond the end of
+// shared memory, or below a thread's stack end the launch with an error that says so. All other
+// faults go where they would have gone.
 #pragma once
 
 #include <pthread.h>
@@ -24,7 +25,7 @@ public:
         answer_ = answer;
         thread_ = pthread_self();
         give_own_stack();
-        struct sigaction action {};
+        struct sigaction action{};
         action.sa_sigaction = handle;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigemptyset(&action.sa_mask);
@@ -37,7 +38,8 @@ public:
 private:
     static constexpr size_t STACK = 64 << 10;
 
-    // A stack for the handler, of each host thread that has none: the fault may be that its own is full.
+    // A stack for the handler, of each host thread that has none: the fault may be that its own is
+    // full.
     struct SignalStack {
         SignalStack() {
             stack_t now{};
@@ -58,19 +60,18 @@ private:
         std::unique_ptr<char[]> bytes;
     };
 
-    static void give_own_stack() {
-        [[maybe_unused]] static thread_local SignalStack stack;
-    }
+    static void give_own_stack() { [[maybe_unused]] static thread_local SignalStack stack; }
 
     static void handle(int, siginfo_t* info, void*) {
-        if (pthread_equal(pthread_self(), thread_) != 0) answer_(reinterpret_cast<uint64_t>(info->si_addr));
+        if (pthread_equal(pthread_self(), thread_) != 0)
+            answer_(reinterpret_cast<uint64_t>(info->si_addr));
         // Not ours: it happens again, to whoever was responsible before.
         sigaction(SIGSEGV, &before_, nullptr);
     }
 
     static inline TrapAnswer answer_ = nullptr;
     static inline pthread_t thread_{};
-    static inline struct sigaction before_ {};
+    static inline struct sigaction before_{};
 };
 
 }  // namespace kvpool::emu

@@ -1,15 +1,17 @@
 // What a kernel needs beyond plain C++: the one header of device intrinsics.
 //
-// It has two sides with the same names and the same meaning: CUDA C++ (nvcc, sm_80 and later), below,
-// and the emulator (any C++17 compiler with -DKVPOOL_EMULATED), in ../emulator/intrinsics.hpp.
-// Kernels include this and nothing of either toolkit, and obey four rules, which the emulator checks:
+// It has two sides with the same names and the same meaning: CUDA C++ (nvcc, sm_80 and later),
+// below, and the emulator (any C++17 compiler with -DKVPOOL_EMULATED), in
+// ../emulator/intrinsics.hpp. Kernels include this and nothing of either toolkit, and obey four
+// rules, which the emulator checks:
 //
-//  1. Global memory is reached through load_*, store_*, cp_async_* and atomic_* only, never by `*p`:
-//     a device address is not an address of the host. Every access is aligned to its size.
-//  2. A warp collective (sync_warp, shuffle_*, ballot_lanes, any_lane, all_lanes, ldmatrix_*, mma_*) is executed by all 32
-//     lanes of the warp, at one place of the source. A barrier likewise by all threads of the block.
-//  3. What cp_async_* fetches may be read after cp_async_wait by the thread that asked for it, and by
-//     others after a barrier as well. What it overwrites is lost from the moment it is asked for.
+//  1. Global memory is reached through load_*, store_*, cp_async_* and atomic_* only, never by
+//     `*p`: a device address is not an address of the host. Every access is aligned to its size.
+//  2. A warp collective (sync_warp, shuffle_*, ballot_lanes, any_lane, all_lanes, ldmatrix_*,
+//     mma_*) is executed by all 32 lanes of the warp, at one place of the source. A barrier
+//     likewise by all threads of the block.
+//  3. What cp_async_* fetches may be read after cp_async_wait by the thread that asked for it, and
+//     by others after a barrier as well. What it overwrites is lost from the moment it is asked for.
 //  4. A multiply and an add are fused where fma_f32() says so, and nowhere else (-fmad=false).
 //
 // Words of 32 bits that hold two halves have the one with the lower index in the low 16 bits.
@@ -53,14 +55,14 @@ struct Float2 {
 // Before a loop: unroll it entirely.
 #define KV_UNROLL _Pragma("unroll")
 
-// KV_KERNEL(name, Params, max_threads) { … } defines the entry point `name`, which the driver finds by
-// that name and which takes one plain struct, `const Params& p` or as good as. `max_threads` bounds
-// the threads of a block, and so the registers of a thread.
-#define KV_KERNEL(name, Params, max_threads)                                                       \
+// KV_KERNEL(name, Params, max_threads) { … } defines the entry point `name`, which the driver finds
+// by that name and which takes one plain struct, `const Params& p` or as good as. `max_threads`
+// bounds the threads of a block, and so the registers of a thread.
+#define KV_KERNEL(name, Params, max_threads) \
     extern "C" __global__ void __launch_bounds__(max_threads) name(const __grid_constant__ Params p)
 // Likewise, asking for registers that let `min_blocks` blocks live on a multiprocessor.
-#define KV_KERNEL_BLOCKS(name, Params, max_threads, min_blocks)                                    \
-    extern "C" __global__ void __launch_bounds__(max_threads, min_blocks)                          \
+#define KV_KERNEL_BLOCKS(name, Params, max_threads, min_blocks)           \
+    extern "C" __global__ void __launch_bounds__(max_threads, min_blocks) \
         name(const __grid_constant__ Params p)
 
 // KV_SHARED(float, scores, [64][8]); declares memory that the threads of a block share. It has no
@@ -69,7 +71,7 @@ struct Float2 {
 
 namespace kvpool::dev {
 
-// ---- Places in the grid --------------------------------------------------------------------------
+// ---- Places in the grid -----------------------------------------------------------------------
 
 KV_DEVICE uint32_t thread_x() { return threadIdx.x; }
 KV_DEVICE uint32_t thread_y() { return threadIdx.y; }
@@ -97,7 +99,7 @@ KV_DEVICE unsigned char* dynamic_shared() {
     return kvpool_dynamic_shared;
 }
 
-// ---- Barriers, votes, shuffles -------------------------------------------------------------------
+// ---- Barriers, votes, shuffles ----------------------------------------------------------------
 
 KV_DEVICE void sync_threads() { __syncthreads(); }
 KV_DEVICE void sync_warp() { __syncwarp(); }
@@ -130,7 +132,7 @@ KV_DEVICE T shuffle_up(T value, uint32_t delta) {
     return __shfl_up_sync(0xFFFFFFFFu, value, delta);
 }
 
-// ---- Global memory -------------------------------------------------------------------------------
+// ---- Global memory ----------------------------------------------------------------------------
 
 namespace detail {
 // The built-in type that the load and store instructions of a size take.
@@ -217,7 +219,8 @@ KV_DEVICE void store_once(T* p, T value) {
     __stcs(reinterpret_cast<W*>(p), detail::bits_as<W>(value));
 }
 
-// Atomics of global or shared memory, T = uint32_t or uint64_t (add: int32_t too). They give the old value.
+// Atomics of global or shared memory, T = uint32_t or uint64_t (add: int32_t too). They give the
+// old value.
 template <class T>
 KV_DEVICE T atomic_add(T* p, T value) {
     if constexpr (sizeof(T) == 8) {
@@ -237,7 +240,7 @@ KV_DEVICE T atomic_max(T* p, T value) {
     }
 }
 
-// ---- Shared memory -------------------------------------------------------------------------------
+// ---- Shared memory ----------------------------------------------------------------------------
 
 // As load_global and store_global; plain `x[i]` is as good, and these are checked by the emulator.
 template <class T>
@@ -251,7 +254,8 @@ KV_DEVICE void store_shared(T* p, T value) {
     *reinterpret_cast<W*>(p) = detail::bits_as<W>(value);
 }
 
-// Asynchronous copies of 16, 8 or 4 bytes, both ends aligned to that. shared, global: [that many bytes]
+// Asynchronous copies of 16, 8 or 4 bytes, both ends aligned to that. shared, global: [that many
+// bytes]
 KV_DEVICE void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(detail::shared_address(shared)),
                  "l"(global)
@@ -289,11 +293,12 @@ KV_DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---- Numbers -------------------------------------------------------------------------------------
+// ---- Numbers ----------------------------------------------------------------------------------
 
 // a * b + c, rounded once.
 KV_DEVICE float fma_f32(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// 2^x and log2 x to about 2 units in the last place, subnormals as zeros: the two sides differ in the last bits.
+// 2^x and log2 x to about 2 units in the last place, subnormals as zeros: the two sides differ in
+// the last bits.
 KV_DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -374,8 +379,8 @@ KV_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     return y;
 }
 
-// Byte i of the result is the byte of (b, a), 0 to 7 from the low end of a, that hex digit i of `selector`
-// names; a digit of 8 and more spreads that byte's sign.
+// Byte i of the result is the byte of (b, a), 0 to 7 from the low end of a, that hex digit i of
+// `selector` names; a digit of 8 and more spreads that byte's sign.
 KV_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
@@ -384,11 +389,11 @@ KV_DEVICE int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
     return __dp4a(static_cast<int32_t>(a), static_cast<int32_t>(b), c);
 }
 
-// ---- Matrices ------------------------------------------------------------------------------------
+// ---- Matrices ---------------------------------------------------------------------------------
 
-// 1, 2 or 4 matrices of 8 x 8 halves. Lane 8 i + j gives the address of row j of matrix i (16 bytes,
-// aligned to 16; the other lanes' is ignored). Lane l gets elements (l / 4, 2 (l % 4)) and the next of each;
-// _trans: of its transpose.
+// 1, 2 or 4 matrices of 8 x 8 halves. Lane 8 i + j gives the address of row j of matrix i (16
+// bytes, aligned to 16; the other lanes' is ignored). Lane l gets elements (l / 4, 2 (l % 4)) and
+// the next of each; _trans: of its transpose.
 KV_DEVICE void ldmatrix_x1(uint32_t (&r)[1], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
                  : "=r"(r[0])
@@ -428,12 +433,16 @@ KV_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
 
 // c [16][8] += a [16][k] b [k][8], spread over the warp. With g = lane / 4 and t = lane % 4:
 //   c[0], c[1] = (g, 2t), (g, 2t + 1)      c[2], c[3] = the same of row g + 8
-// k = 16, halves:       a[0] = (g, 2t…)   a[1] = (g + 8, 2t…)   a[2] = (g, 2t + 8…)   a[3] = (g + 8, 2t + 8…)
-//                       b0 = (2t…, g)     b1 = (2t + 8…, g)
-// k = 8, halves:        a[0] = (g, 2t…)   a[1] = (g + 8, 2t…)   b0 = (2t…, g)
-// k = 32, signed bytes: a[0] = (g, 4t…)   a[1] = (g + 8, 4t…)   a[2] = (g, 4t + 16…)  a[3] = (g + 8, 4t + 16…)
-//                       b0 = (4t…, g)     b1 = (4t + 16…, g)
-// The halves' products are exact; the order and the rounding of their sum within one instruction are the device's own.
+// k = 16, halves:       a[0] = (g, 2t…)      a[1] = (g + 8, 2t…)
+//                       a[2] = (g, 2t + 8…)  a[3] = (g + 8, 2t + 8…)
+//                       b0 = (2t…, g)        b1 = (2t + 8…, g)
+// k = 8, halves:        a[0] = (g, 2t…)      a[1] = (g + 8, 2t…)
+//                       b0 = (2t…, g)
+// k = 32, signed bytes: a[0] = (g, 4t…)      a[1] = (g + 8, 4t…)
+//                       a[2] = (g, 4t + 16…) a[3] = (g + 8, 4t + 16…)
+//                       b0 = (4t…, g)        b1 = (4t + 16…, g)
+// The halves' products are exact; the order and the rounding of their sum within one instruction
+// are the device's own.
 KV_DEVICE void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

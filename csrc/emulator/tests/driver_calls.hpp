@@ -32,9 +32,9 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image);
 CUresult cuModuleUnload(CUmodule module);
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name);
 CUresult cuFuncSetAttribute(CUfunction function, int attribute, int value);
-CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                        unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** params,
-                        void** extra);
+CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                        CUstream stream, void** params, void** extra);
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn host_call, void* data);
 CUresult cuStreamCreate(CUstream* stream, unsigned flags);
 CUresult cuStreamDestroy_v2(CUstream stream);

@@ -25,7 +25,8 @@ struct Params {
 KV_KERNEL(emu_test_add, Params, 128) {
     const uint32_t i = block_x() * block_dim_x() + thread_index();
     if (i >= p.count) return;
-    store_global(at_address<uint32_t>(p.out) + i, load_global(at_address<const uint32_t>(p.in) + i) + p.add);
+    store_global(at_address<uint32_t>(p.out) + i,
+                 load_global(at_address<const uint32_t>(p.in) + i) + p.add);
 }
 
 // The device with a context, a module and its kernel; everything is given back at the end.
@@ -68,10 +69,12 @@ public:
         CHECK_EQ(cuEventCreate(&event, 0), 0);
         return event;
     }
-    CUresult launch(CUstream stream, CUdeviceptr in, CUdeviceptr out, uint32_t count, uint32_t plus) {
+    CUresult launch(CUstream stream, CUdeviceptr in, CUdeviceptr out, uint32_t count,
+                    uint32_t plus) {
         Params params{in, out, count, plus};
         void* pointers[] = {&params};
-        return cuLaunchKernel(add, (count + 127) / 128, 1, 1, 128, 1, 1, 0, stream, pointers, nullptr);
+        return cuLaunchKernel(add, (count + 127) / 128, 1, 1, 128, 1, 1, 0, stream, pointers,
+                              nullptr);
     }
     std::vector<uint32_t> read(CUdeviceptr from, size_t words) {
         std::vector<uint32_t> result(words);
@@ -109,7 +112,8 @@ TEST(driver_describes_its_device) {
     CHECK_HAS(name, "EMULATED");
     CHECK_EQ(cuDeviceGetName(name, 4, device), 0);
     CHECK_TEXT(name, "kvp");
-    const int attributes[][2] = {{75, 9}, {76, 0}, {16, 8}, {97, 227 << 10}, {41, 1}, {10, 32}, {1, 1024}};
+    const int attributes[][2] = {{75, 9}, {76, 0},  {16, 8},  {97, 227 << 10},
+                                 {41, 1}, {10, 32}, {1, 1024}};
     for (const auto& one : attributes) {
         int value = -1;
         CHECK_EQ(cuDeviceGetAttribute(&value, one[0], device), 0);
@@ -193,7 +197,8 @@ TEST(driver_reads_pinned_memory_late) {
         pageable = 6;
         CHECK_EQ(cuStreamSynchronize(stream), 0);
         CHECK_EQ(session.read(a, 1)[0], 5u);
-        // To the host: pinned memory has the old bytes until somebody waits, other memory has the new at once.
+        // To the host: pinned memory has the old bytes until somebody waits, other memory has the
+        // new at once.
         *pinned = 7;
         CHECK_EQ(cuMemcpyDtoHAsync_v2(pinned, a, 4, stream), 0);
         CHECK_EQ(*pinned, 7u);
@@ -204,7 +209,8 @@ TEST(driver_reads_pinned_memory_late) {
     }
 }
 
-// A producer and a consumer on two streams. Without the event the consumer reads old data, with seed 0 always; with it never.
+// A producer and a consumer on two streams. Without the event the consumer reads old data, with
+// seed 0 always; with it never.
 TEST(driver_shows_a_missing_wait_between_streams) {
     int wrong_without = 0;
     for (uint64_t seed = 0; seed < 12; ++seed) {
@@ -247,7 +253,8 @@ TEST(driver_events) {
     float ms = -1.0f;
     CHECK_EQ(cuEventElapsedTime(&ms, start, end), emu::INVALID_HANDLE);
     CHECK_EQ(cuEventRecord(start, stream), 0);
-    for (int i = 0; i < 3; ++i) CHECK_EQ(cuMemsetD8Async(a, static_cast<unsigned char>(i), 4, stream), 0);
+    for (int i = 0; i < 3; ++i)
+        CHECK_EQ(cuMemsetD8Async(a, static_cast<unsigned char>(i), 4, stream), 0);
     CHECK_EQ(cuEventRecord(end, stream), 0);
     CHECK_EQ(cuEventElapsedTime(&ms, start, end), emu::NOT_READY);
     // Whoever asks again and again gets there, one operation an ask.
@@ -303,7 +310,8 @@ TEST(driver_queues_are_bounded) {
     Session session;
     const CUdeviceptr a = session.words(1);
     CUstream stream = session.stream();
-    for (int i = 0; i < 3000; ++i) CHECK_EQ(cuMemsetD8Async(a, static_cast<unsigned char>(i), 4, stream), 0);
+    for (int i = 0; i < 3000; ++i)
+        CHECK_EQ(cuMemsetD8Async(a, static_cast<unsigned char>(i), 4, stream), 0);
     CHECK_EQ(kvpool_emu_counter("pending"), 1024u);
     CHECK_EQ(cuStreamSynchronize(stream), 0);
     CHECK_EQ(session.read(a, 1)[0] & 0xFF, 2999u & 0xFF);
@@ -332,17 +340,20 @@ TEST(driver_launches_are_checked) {
     Params params{0, 0, 0, 0};
     void* pointers[] = {&params};
     auto launch = [&](unsigned grid, unsigned block, unsigned shared) {
-        return cuLaunchKernel(session.add, grid, 1, 1, block, 1, 1, shared, nullptr, pointers, nullptr);
+        return cuLaunchKernel(session.add, grid, 1, 1, block, 1, 1, shared, nullptr, pointers,
+                              nullptr);
     };
     CHECK_EQ(launch(1, 128, 0), 0);
     CHECK_EQ(launch(0, 128, 0), emu::INVALID_VALUE);
     CHECK_EQ(launch(1, 2048, 0), emu::INVALID_VALUE);
     CHECK_EQ(launch(1, 129, 0), emu::LAUNCH_OUT_OF_RESOURCES);
     CHECK_EQ(launch(1, 128, (48 << 10) + 1), emu::INVALID_VALUE);
-    CHECK_EQ(cuFuncSetAttribute(session.add, emu::FUNCTION_MAX_DYNAMIC_SHARED, (227 << 10) + 1), emu::INVALID_VALUE);
+    CHECK_EQ(cuFuncSetAttribute(session.add, emu::FUNCTION_MAX_DYNAMIC_SHARED, (227 << 10) + 1),
+             emu::INVALID_VALUE);
     CHECK_EQ(cuFuncSetAttribute(session.add, emu::FUNCTION_MAX_DYNAMIC_SHARED, 100 << 10), 0);
     CHECK_EQ(launch(1, 128, 100 << 10), 0);
-    CHECK_EQ(cuLaunchKernel(none, 1, 1, 1, 1, 1, 1, 0, nullptr, pointers, nullptr), emu::INVALID_HANDLE);
+    CHECK_EQ(cuLaunchKernel(none, 1, 1, 1, 1, 1, 1, 0, nullptr, pointers, nullptr),
+             emu::INVALID_HANDLE);
     CHECK_EQ(kvpool_emu_counter("launches"), 2u);
     CHECK_EQ(cuModuleUnload(session.module), 0);
     CHECK_EQ(launch(1, 128, 0), emu::INVALID_HANDLE);
@@ -375,7 +386,8 @@ TEST(driver_counts_the_traffic_of_kernels) {
     CHECK_EQ(traffic[2], 64u);
     CHECK_EQ(traffic[3], 64u);
     std::string names;
-    kvpool_emu_each_kernel([](const char* name, void* data) { *static_cast<std::string*>(data) += name; }, &names);
+    kvpool_emu_each_kernel(
+        [](const char* name, void* data) { *static_cast<std::string*>(data) += name; }, &names);
     CHECK_TEXT(names, "emu_test_add");
     kvpool_emu_reset_counters();
     CHECK_EQ(kvpool_emu_traffic("emu_test_add", traffic), 0u);
@@ -446,10 +458,12 @@ TEST(driver_is_used_by_several_host_threads) {
             good(cuStreamCreate(&stream, emu::STREAM_NON_BLOCKING));
             good(cuMemAlloc_v2(&a, 4000));
             good(cuMemsetD8Async(a, 0, 4000, stream));
-            for (uint32_t i = 0; i < 20; ++i) good(session.launch(stream, a, a, 1000, i + static_cast<uint32_t>(t)));
+            for (uint32_t i = 0; i < 20; ++i)
+                good(session.launch(stream, a, a, 1000, i + static_cast<uint32_t>(t)));
             std::vector<uint32_t> words(1000);
             good(cuMemcpyDtoHAsync_v2(words.data(), a, 4000, stream));
-            for (const uint32_t word : words) errors[t] += word == 190 + 20 * static_cast<uint32_t>(t) ? 0 : 1;
+            for (const uint32_t word : words)
+                errors[t] += word == 190 + 20 * static_cast<uint32_t>(t) ? 0 : 1;
             good(cuMemFree_v2(a));
             good(cuStreamDestroy_v2(stream));
             good(cuCtxPopCurrent_v2(nullptr));

@@ -27,8 +27,10 @@ KV_KERNEL(emu_test_places, Params, 64) {
     const uint32_t block = block_x() + grid_dim_x() * (block_y() + grid_dim_y() * block_z());
     const uint32_t thread = thread_x() + block_dim_x() * (thread_y() + block_dim_y() * thread_z());
     const uint32_t threads = block_dim_x() * block_dim_y() * block_dim_z();
-    const bool agree = thread == thread_index() && lane_index() == thread % 32 && warp_index() == thread / 32;
-    store_global(at_address<uint32_t>(p.out) + block * threads + thread, agree ? block * 1000 + thread : 0u);
+    const bool agree =
+        thread == thread_index() && lane_index() == thread % 32 && warp_index() == thread / 32;
+    store_global(at_address<uint32_t>(p.out) + block * threads + thread,
+                 agree ? block * 1000 + thread : 0u);
 }
 
 // out: [4][threads]
@@ -39,7 +41,8 @@ KV_KERNEL(emu_test_shuffles, Params, THREADS) {
     store_global(out + t, shuffle(t, 5));
     store_global(out + n + t, shuffle_xor(t, 3));
     store_global(out + 2 * n + t, static_cast<uint32_t>(shuffle_down(1e-3 * t, 4) * 1e3 + 0.5));
-    store_global(out + 3 * n + t, shuffle_up(static_cast<uint64_t>(t) << 40, 1) >> 40 == 0 ? 0u : 1u);
+    store_global(out + 3 * n + t,
+                 shuffle_up(static_cast<uint64_t>(t) << 40, 1) >> 40 == 0 ? 0u : 1u);
 }
 
 // out: [3][threads]
@@ -52,7 +55,8 @@ KV_KERNEL(emu_test_votes, Params, THREADS) {
     store_global(out + 2 * n + t, all_lanes(t < 32) ? 1u : 0u);
 }
 
-// Each thread hands its number to the next one, through shared memory; choice 0 forgets the barrier.
+// Each thread hands its number to the next one, through shared memory; choice 0 forgets the
+// barrier.
 KV_KERNEL(emu_test_neighbour, Params, THREADS) {
     KV_SHARED(uint32_t, mail, [THREADS]);
     const uint32_t t = thread_index();
@@ -61,7 +65,8 @@ KV_KERNEL(emu_test_neighbour, Params, THREADS) {
     store_global(at_address<uint32_t>(p.out) + t, mail[t]);
 }
 
-// Two rounds of it through one array; choice 0 forgets the barrier between reading and writing again.
+// Two rounds of it through one array; choice 0 forgets the barrier between reading and writing
+// again.
 KV_KERNEL(emu_test_rounds, Params, THREADS) {
     KV_SHARED(uint32_t, mail, [THREADS]);
     const uint32_t t = thread_index();
@@ -79,8 +84,8 @@ KV_KERNEL(emu_test_turns, Params, THREADS) {
     store_global(at_address<uint32_t>(p.out) + block_x() * THREADS + thread_index(), turn);
 }
 
-// in: [2 * threads] floats; out: [threads]. 0: no wait; 1: as it should be; 2: waits for the first group of two and
-// reads the second; 3: waits for the first and reads it
+// in: [2 * threads] floats; out: [threads]. 0: no wait; 1: as it should be; 2: waits for the first
+// group of two and reads the second; 3: waits for the first and reads it
 KV_KERNEL(emu_test_async, Params, THREADS) {
     float* tile = reinterpret_cast<float*>(dynamic_shared());
     const uint32_t t = thread_index();
@@ -143,7 +148,8 @@ KV_KERNEL(emu_test_templates, Params, 32) {
     words[lane_index()] = lane_index();
     floats[lane_index()] = 0.5f;
     sync_warp();
-    store_global(at_address<uint32_t>(p.out) + lane_index(), one_each<uint32_t>()[lane_index() ^ 1]);
+    store_global(at_address<uint32_t>(p.out) + lane_index(),
+                 one_each<uint32_t>()[lane_index() ^ 1]);
 }
 
 Fault launch(Device& device, const char* kernel, uint32_t blocks, uint32_t threads, Params params,
@@ -156,7 +162,8 @@ Fault launch(Device& device, const char* kernel, uint32_t blocks, uint32_t threa
 TEST(threads_know_their_places) {
     Device device(1 << 20);
     Array<uint32_t> out = device.array<uint32_t>(24 * 60);
-    const Fault fault = device.launch("emu_test_places", {2, 3, 4}, {5, 4, 3}, 0, Params{0, out.address(), 0});
+    const Fault fault =
+        device.launch("emu_test_places", {2, 3, 4}, {5, 4, 3}, 0, Params{0, out.address(), 0});
     CHECK_TEXT(fault.text, "");
     for (uint32_t i = 0; i < 24 * 60; ++i) CHECK_EQ(out[i], i / 60 * 1000 + i % 60);
 }
@@ -167,7 +174,9 @@ TEST(shuffles_in_whole_and_partial_warps) {
             Device device(1 << 20);
             device.seed = seed;
             Array<uint32_t> out = device.array<uint32_t>(4 * threads);
-            CHECK_TEXT(launch(device, "emu_test_shuffles", 1, threads, Params{0, out.address(), 0}).text, "");
+            CHECK_TEXT(
+                launch(device, "emu_test_shuffles", 1, threads, Params{0, out.address(), 0}).text,
+                "");
             for (uint32_t t = 0; t < threads; ++t) {
                 const uint32_t first = t / 32 * 32;
                 const bool down = t % 32 + 4 < 32 && t + 4 < threads;
@@ -197,13 +206,16 @@ TEST(a_missing_barrier_shows_with_every_seed) {
             Device device(1 << 20);
             device.seed = seed;
             Array<uint32_t> out = device.array<uint32_t>(THREADS);
-            launch(device, "emu_test_neighbour", 1, THREADS, Params{0, out.address(), with_barrier});
+            launch(device, "emu_test_neighbour", 1, THREADS,
+                   Params{0, out.address(), with_barrier});
             uint32_t wrong = 0;
-            for (uint32_t t = 0; t < THREADS; ++t) wrong += out[t] != (t + THREADS - 1) % THREADS ? 1u : 0u;
+            for (uint32_t t = 0; t < THREADS; ++t)
+                wrong += out[t] != (t + THREADS - 1) % THREADS ? 1u : 0u;
             CHECK_EQ(wrong != 0, with_barrier == 0);
             launch(device, "emu_test_rounds", 1, THREADS, Params{0, out.address(), with_barrier});
             wrong = 0;
-            for (uint32_t t = 0; t < THREADS; ++t) wrong += out[t] != (t + THREADS - 1) % THREADS ? 1u : 0u;
+            for (uint32_t t = 0; t < THREADS; ++t)
+                wrong += out[t] != (t + THREADS - 1) % THREADS ? 1u : 0u;
             CHECK_EQ(wrong != 0, with_barrier == 0);
         }
     }
@@ -263,7 +275,9 @@ TEST(asynchronous_copies_fill_with_zeros) {
     for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(1 + i % 255);
     Array<uint8_t> in = device.array<uint8_t>(bytes);
     Array<uint8_t> out = device.array<uint8_t>(32 * 16);
-    CHECK_TEXT(launch(device, "emu_test_async_zeros", 1, 32, Params{in.address(), out.address(), 0}).text, "");
+    CHECK_TEXT(
+        launch(device, "emu_test_async_zeros", 1, 32, Params{in.address(), out.address(), 0}).text,
+        "");
     for (uint32_t i = 0; i < 32 * 16; ++i) CHECK_EQ(out[i], i % 16 < i / 16 % 17 ? bytes[i] : 0);
     // Bytes not wanted are not fetched: 0 + … + 16, then 0 + … + 14.
     CHECK_EQ(device.traffic("emu_test_async_zeros").read_bytes, 136u + 105u);
@@ -274,7 +288,8 @@ TEST(named_barriers) {
         Device device(1 << 20);
         device.seed = seed;
         Array<uint32_t> out = device.array<uint32_t>(THREADS);
-        CHECK_TEXT(launch(device, "emu_test_named", 1, THREADS, Params{0, out.address(), 0}).text, "");
+        CHECK_TEXT(launch(device, "emu_test_named", 1, THREADS, Params{0, out.address(), 0}).text,
+                   "");
         const uint32_t low = 63 * 64 / 2;
         const uint32_t high = 127 * 128 / 2 - low;
         for (uint32_t t = 0; t < THREADS; ++t) CHECK_EQ(out[t], t < 64 ? low + high : high);
@@ -285,7 +300,8 @@ TEST(shared_memory_is_fresh_in_each_block) {
     Device device(1 << 20);
     Array<uint32_t> out = device.array<uint32_t>(4 * 32);
     for (int launches = 0; launches < 2; ++launches) {
-        CHECK_TEXT(launch(device, "emu_test_fresh", 4, 32, Params{0, out.address(), 0}, 128).text, "");
+        CHECK_TEXT(launch(device, "emu_test_fresh", 4, 32, Params{0, out.address(), 0}, 128).text,
+                   "");
         for (uint32_t i = 0; i < 4 * 32; ++i) CHECK_EQ(out[i], 1u);
     }
 }

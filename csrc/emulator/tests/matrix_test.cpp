@@ -1,5 +1,6 @@
-// The matrix instructions against plain loops. Fragments are filled here element by element, from the formulas of the
-// PTX manual for (row, column) of element i of a lane, and not as emulator/matrix.hpp has them.
+// The matrix instructions against plain loops. Fragments are filled here element by element, from
+// the formulas of the PTX manual for (row, column) of element i of a lane, and not as
+// emulator/matrix.hpp has them.
 #include <math.h>
 
 #include <vector>
@@ -32,7 +33,9 @@ uint32_t a_column(uint32_t lane, uint32_t i) { return lane % 4 * 2 + (i & 1) + (
 uint32_t b_row(uint32_t lane, uint32_t i) { return lane % 4 * 2 + (i & 1) + (i >= 2 ? 8 : 0); }
 // Signed bytes, A: "row = groupID for i < 4 or 8 <= i < 12, else groupID + 8;
 // col = threadID_in_group * 4 + (i & 3), and + 16 for i >= 8".
-uint32_t a8_row(uint32_t lane, uint32_t i) { return lane / 4 + (i < 4 || (i >= 8 && i < 12) ? 0 : 8); }
+uint32_t a8_row(uint32_t lane, uint32_t i) {
+    return lane / 4 + (i < 4 || (i >= 8 && i < 12) ? 0 : 8);
+}
 uint32_t a8_column(uint32_t lane, uint32_t i) { return lane % 4 * 4 + (i & 3) + (i >= 8 ? 16 : 0); }
 // B: "row = threadID_in_group * 4 + (i & 3), and + 16 for i >= 4; col = groupID".
 uint32_t b8_row(uint32_t lane, uint32_t i) { return lane % 4 * 4 + (i & 3) + (i >= 4 ? 16 : 0); }
@@ -49,40 +52,50 @@ KV_KERNEL(emu_test_mma, MmaParams, 32) {
     if (p.form == Form::S8K32) {
         for (uint32_t i = 0; i < 16; ++i) {
             const float x = load_global(a + a8_row(lane, i) * 32 + a8_column(lane, i));
-            a4[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(static_cast<int8_t>(x))) << (8 * (i % 4));
+            a4[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(static_cast<int8_t>(x)))
+                         << (8 * (i % 4));
         }
         for (uint32_t i = 0; i < 8; ++i) {
             const float x = load_global(b + b8_row(lane, i) * 8 + lane / 4);
-            b2[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(static_cast<int8_t>(x))) << (8 * (i % 4));
+            b2[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(static_cast<int8_t>(x)))
+                         << (8 * (i % 4));
         }
         int32_t c[4];
         int32_t* c_at = at_address<int32_t>(p.c);
-        for (uint32_t i = 0; i < 4; ++i) c[i] = load_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i));
+        for (uint32_t i = 0; i < 4; ++i)
+            c[i] = load_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i));
         mma_m16n8k32_s8(c, a4, b2[0], b2[1]);
-        for (uint32_t i = 0; i < 4; ++i) store_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i), c[i]);
+        for (uint32_t i = 0; i < 4; ++i)
+            store_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i), c[i]);
         return;
     }
     const bool is_f16 = p.form == Form::F16K16 || p.form == Form::F16K8;
     for (uint32_t i = 0; i < p.k / 2; ++i) {
         const float x = load_global(a + a_row(lane, i) * p.k + a_column(lane, i));
-        a4[i / 2] |= static_cast<uint32_t>(is_f16 ? f32_to_f16(x) : f32_to_bf16(x)) << (16 * (i % 2));
+        a4[i / 2] |= static_cast<uint32_t>(is_f16 ? f32_to_f16(x) : f32_to_bf16(x))
+                     << (16 * (i % 2));
     }
     for (uint32_t i = 0; i < p.k / 4; ++i) {
         const float x = load_global(b + b_row(lane, i) * 8 + lane / 4);
-        b2[i / 2] |= static_cast<uint32_t>(is_f16 ? f32_to_f16(x) : f32_to_bf16(x)) << (16 * (i % 2));
+        b2[i / 2] |= static_cast<uint32_t>(is_f16 ? f32_to_f16(x) : f32_to_bf16(x))
+                     << (16 * (i % 2));
     }
     float c[4];
     float* c_at = at_address<float>(p.c);
-    for (uint32_t i = 0; i < 4; ++i) c[i] = load_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i));
+    for (uint32_t i = 0; i < 4; ++i)
+        c[i] = load_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i));
     const uint32_t a2[2] = {a4[0], a4[1]};
     if (p.form == Form::F16K16) mma_m16n8k16_f16(c, a4, b2[0], b2[1]);
     if (p.form == Form::Bf16K16) mma_m16n8k16_bf16(c, a4, b2[0], b2[1]);
     if (p.form == Form::F16K8) mma_m16n8k8_f16(c, a2, b2[0]);
     if (p.form == Form::Bf16K8) mma_m16n8k8_bf16(c, a2, b2[0]);
-    for (uint32_t i = 0; i < 4; ++i) store_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i), c[i]);
+    for (uint32_t i = 0; i < 4; ++i)
+        store_global(c_at + cc_row(lane, i) * 8 + cc_column(lane, i), c[i]);
 }
 
-uint32_t depth_of(Form form) { return form == Form::S8K32 ? 32 : form == Form::F16K8 || form == Form::Bf16K8 ? 8 : 16; }
+uint32_t depth_of(Form form) {
+    return form == Form::S8K32 ? 32 : form == Form::F16K8 || form == Form::Bf16K8 ? 8 : 16;
+}
 
 // Whole numbers: every order and rounding of the sum gives the same.
 void check_whole_numbers(Form form) {
@@ -96,8 +109,10 @@ void check_whole_numbers(Form form) {
         Array<int32_t> whole = device.array<int32_t>(16 * 8);
         Array<float> c = device.array<float>(16 * 8);
         const int limit = form == Form::S8K32 ? 128 : 32;
-        for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(random.range(-limit, limit));
-        for (size_t i = 0; i < b.size(); ++i) b[i] = static_cast<float>(random.range(-limit, limit));
+        for (size_t i = 0; i < a.size(); ++i)
+            a[i] = static_cast<float>(random.range(-limit, limit));
+        for (size_t i = 0; i < b.size(); ++i)
+            b[i] = static_cast<float>(random.range(-limit, limit));
         for (size_t i = 0; i < c.size(); ++i) {
             whole[i] = random.range(-1000, 1000);
             c[i] = static_cast<float>(whole[i]);
@@ -107,7 +122,8 @@ void check_whole_numbers(Form form) {
             for (uint32_t column = 0; column < 8; ++column) {
                 int64_t sum = whole[row * 8 + column];
                 for (uint32_t i = 0; i < k; ++i) {
-                    sum += static_cast<int64_t>(a[row * k + i]) * static_cast<int64_t>(b[i * 8 + column]);
+                    sum += static_cast<int64_t>(a[row * k + i]) *
+                           static_cast<int64_t>(b[i * 8 + column]);
                 }
                 expected[row * 8 + column] = sum;
             }
@@ -117,7 +133,8 @@ void check_whole_numbers(Form form) {
         const Fault fault = device.launch("emu_test_mma", {1, 1, 1}, {32, 1, 1}, 0, params);
         CHECK_TEXT(fault.text, "");
         for (size_t i = 0; i < expected.size(); ++i) {
-            CHECK_EQ(bytes ? static_cast<int64_t>(whole[i]) : static_cast<int64_t>(c[i]), expected[i]);
+            CHECK_EQ(bytes ? static_cast<int64_t>(whole[i]) : static_cast<int64_t>(c[i]),
+                     expected[i]);
         }
     }
 }
@@ -207,7 +224,8 @@ KV_KERNEL(emu_test_ldmatrix, LoadParams, 32) {
         if (p.count == 4) ldmatrix_x4(r4, row);
     }
     const uint32_t* r = p.count == 1 ? r1 : p.count == 2 ? r2 : r4;
-    for (uint32_t i = 0; i < p.count; ++i) store_global(at_address<uint32_t>(p.out) + lane * 4 + i, r[i]);
+    for (uint32_t i = 0; i < p.count; ++i)
+        store_global(at_address<uint32_t>(p.out) + lane * 4 + i, r[i]);
 }
 
 }  // namespace
@@ -225,8 +243,10 @@ TEST(ldmatrix_in_every_form) {
                     // Element (row, column) of matrix i is 64 i + 8 row + column.
                     const uint32_t row = lane / 4;
                     const uint32_t column = lane % 4 * 2;
-                    const uint32_t low = 64 * i + (transposed != 0 ? 8 * column + row : 8 * row + column);
-                    const uint32_t high = 64 * i + (transposed != 0 ? 8 * (column + 1) + row : 8 * row + column + 1);
+                    const uint32_t low =
+                        64 * i + (transposed != 0 ? 8 * column + row : 8 * row + column);
+                    const uint32_t high =
+                        64 * i + (transposed != 0 ? 8 * (column + 1) + row : 8 * row + column + 1);
                     CHECK_EQ(out[lane * 4 + i], low | high << 16);
                 }
             }
@@ -272,15 +292,18 @@ TEST(product_with_ldmatrix) {
         Array<uint16_t> a = device.array<uint16_t>(16 * 16);
         Array<uint16_t> b = device.array<uint16_t>(16 * 8);
         Array<float> c = device.array<float>(16 * 8);
-        for (size_t i = 0; i < a.size(); ++i) a[i] = f32_to_f16(static_cast<float>(random.range(-9, 10)));
-        for (size_t i = 0; i < b.size(); ++i) b[i] = f32_to_f16(static_cast<float>(random.range(-9, 10)));
+        for (size_t i = 0; i < a.size(); ++i)
+            a[i] = f32_to_f16(static_cast<float>(random.range(-9, 10)));
+        for (size_t i = 0; i < b.size(); ++i)
+            b[i] = f32_to_f16(static_cast<float>(random.range(-9, 10)));
         const Fault fault = device.launch("emu_test_product", {1, 1, 1}, {32, 1, 1}, 0,
                                           ProductParams{a.address(), b.address(), c.address()});
         CHECK_TEXT(fault.text, "");
         for (uint32_t row = 0; row < 16; ++row) {
             for (uint32_t column = 0; column < 8; ++column) {
                 float sum = 0.0f;
-                for (uint32_t i = 0; i < 16; ++i) sum += f16_to_f32(a[row * 16 + i]) * f16_to_f32(b[i * 8 + column]);
+                for (uint32_t i = 0; i < 16; ++i)
+                    sum += f16_to_f32(a[row * 16 + i]) * f16_to_f32(b[i * 8 + column]);
                 CHECK_EQ(c[row * 8 + column], sum);
             }
         }

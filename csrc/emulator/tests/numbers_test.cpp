@@ -21,8 +21,9 @@ double value_of(uint32_t bits, int exponent_bits, int fraction_bits) {
 double f16_value(uint16_t x) { return value_of(x, 5, 10); }
 double bf16_value(uint16_t x) { return value_of(x, 8, 7); }
 
-// The nearest 16-bit float to an exact value, by looking: the largest magnitude not above, or the next one.
-// Halfway goes to the even one. `Value` gives the value of a pattern; patterns up to `infinity` are in order.
+// The nearest 16-bit float to an exact value, by looking: the largest magnitude not above, or the
+// next one. Halfway goes to the even one. `Value` gives the value of a pattern; patterns up to
+// `infinity` are in order.
 template <class Value>
 uint16_t nearest(double x, Value value, uint16_t infinity) {
     if (isnan(x)) return 0x7FFF;
@@ -40,8 +41,10 @@ uint16_t nearest(double x, Value value, uint16_t infinity) {
     }
     if (low == infinity) return sign | infinity;
     const auto next = static_cast<uint16_t>(low + 1);
-    // What would follow the largest number if there were no infinity is what rounding compares with.
-    const double above = next == infinity ? 2.0 * value(low) - value(static_cast<uint16_t>(low - 1)) : value(next);
+    // What would follow the largest number if there were no infinity is what rounding compares
+    // with.
+    const double above =
+        next == infinity ? 2.0 * value(low) - value(static_cast<uint16_t>(low - 1)) : value(next);
     const double down = magnitude - value(low);
     const double up = above - magnitude;
     if (up < down || (up == down && low % 2 == 1)) return sign | next;
@@ -50,7 +53,9 @@ uint16_t nearest(double x, Value value, uint16_t infinity) {
 uint16_t nearest_f16(double x) { return nearest(x, f16_value, 0x7C00); }
 uint16_t nearest_bf16(double x) { return nearest(x, bf16_value, 0x7F80); }
 
-bool same_f32(float a, double b) { return isnan(b) ? isnan(a) : static_cast<double>(a) == b && signbit(a) == signbit(b); }
+bool same_f32(float a, double b) {
+    return isnan(b) ? isnan(a) : static_cast<double>(a) == b && signbit(a) == signbit(b);
+}
 
 }  // namespace
 
@@ -76,7 +81,8 @@ TEST(every_16_bit_float_comes_back) {
     }
 }
 
-// Every number exactly halfway between two neighbours, its own neighbours in f32, and so for both formats.
+// Every number exactly halfway between two neighbours, its own neighbours in f32, and so for both
+// formats.
 TEST(rounding_to_16_bits_is_half_to_even) {
     for (uint32_t i = 0; i < 0x7F80; ++i) {
         const auto x = static_cast<uint16_t>(i);
@@ -88,33 +94,42 @@ TEST(rounding_to_16_bits_is_half_to_even) {
         }
         if (next < 0x7F80) halfway[1] = static_cast<float>((bf16_value(x) + bf16_value(next)) / 2);
         for (const float middle : halfway) {
-            for (const float y : {middle, nextafterf(middle, INFINITY), nextafterf(middle, 0.0f), -middle}) {
-                if (dev::f32_to_f16(y) != nearest_f16(static_cast<double>(y))) CHECK_EQ(dev::f32_to_f16(y), nearest_f16(y));
-                if (dev::f32_to_bf16(y) != nearest_bf16(static_cast<double>(y))) CHECK_EQ(dev::f32_to_bf16(y), nearest_bf16(y));
+            for (const float y :
+                 {middle, nextafterf(middle, INFINITY), nextafterf(middle, 0.0f), -middle}) {
+                if (dev::f32_to_f16(y) != nearest_f16(static_cast<double>(y)))
+                    CHECK_EQ(dev::f32_to_f16(y), nearest_f16(y));
+                if (dev::f32_to_bf16(y) != nearest_bf16(static_cast<double>(y)))
+                    CHECK_EQ(dev::f32_to_bf16(y), nearest_bf16(y));
             }
         }
     }
 }
 
 TEST(hard_f32_to_16_bits) {
-    const float hard[] = {0.0f,      -0.0f,    65504.0f, 65519.99f, 65520.0f, 65535.0f,  1e38f,    3.4028235e38f, INFINITY,
-                          -INFINITY, NAN,      -NAN,     0x1p-24f,  0x1p-25f, 0x1.8p-25f, 0x1p-26f, 0x1p-14f,      0x1.ffcp-15f,
-                          0x1p-126f, 0x1p-149f, 0x1p-133f, 0x1p-134f, 0x1.8p-134f, 1e4f,  3.3895314e38f, 3.3961775e38f};
+    const float hard[] = {
+        0.0f,          -0.0f,       65504.0f,  65519.99f,     65520.0f,     65535.0f,  1e38f,
+        3.4028235e38f, INFINITY,    -INFINITY, NAN,           -NAN,         0x1p-24f,  0x1p-25f,
+        0x1.8p-25f,    0x1p-26f,    0x1p-14f,  0x1.ffcp-15f,  0x1p-126f,    0x1p-149f, 0x1p-133f,
+        0x1p-134f,     0x1.8p-134f, 1e4f,      3.3895314e38f, 3.3961775e38f};
     for (const float x : hard) {
         CHECK_EQ(dev::f32_to_f16(x), nearest_f16(static_cast<double>(x)));
         CHECK_EQ(dev::f32_to_bf16(x), nearest_bf16(static_cast<double>(x)));
         CHECK_EQ(dev::pack_f16(x, 2.0f), 0x40000000u | nearest_f16(static_cast<double>(x)));
-        CHECK_EQ(dev::pack_bf16(2.0f, x), 0x4000u | static_cast<uint32_t>(nearest_bf16(static_cast<double>(x))) << 16);
+        CHECK_EQ(dev::pack_bf16(2.0f, x),
+                 0x4000u | static_cast<uint32_t>(nearest_bf16(static_cast<double>(x))) << 16);
     }
     Random random(1);
     for (int i = 0; i < 200000; ++i) {
         const float x = kvpool::emu::bits_as<float>(random.next());
-        if (dev::f32_to_f16(x) != nearest_f16(static_cast<double>(x))) CHECK_EQ(dev::f32_to_f16(x), nearest_f16(x));
-        if (dev::f32_to_bf16(x) != nearest_bf16(static_cast<double>(x))) CHECK_EQ(dev::f32_to_bf16(x), nearest_bf16(x));
+        if (dev::f32_to_f16(x) != nearest_f16(static_cast<double>(x)))
+            CHECK_EQ(dev::f32_to_f16(x), nearest_f16(x));
+        if (dev::f32_to_bf16(x) != nearest_bf16(static_cast<double>(x)))
+            CHECK_EQ(dev::f32_to_bf16(x), nearest_bf16(x));
     }
 }
 
-// The expected sum must itself be exact in double precision: where it is not, the next test has its cases.
+// The expected sum must itself be exact in double precision: where it is not, the next test has its
+// cases.
 TEST(arithmetic_of_halves_rounds_once) {
     Random random(2);
     for (int i = 0; i < 200000; ++i) {
@@ -164,10 +179,12 @@ TEST(fma_of_halves_sees_what_is_far_below) {
     // bf16: 1 + 2^-8 is a tie, which goes to 1; a hair more goes up, whatever the distance.
     const uint16_t bf_one = nearest_bf16(1.0);
     const uint16_t bf_half_step = nearest_bf16(0x1p-8);
-    CHECK_EQ(dev::fma_bf16x2(bf_half_step, bf_one, bf_one) & 0xFFFFu, static_cast<uint32_t>(bf_one));
+    CHECK_EQ(dev::fma_bf16x2(bf_half_step, bf_one, bf_one) & 0xFFFFu,
+             static_cast<uint32_t>(bf_one));
     const uint16_t bf_hair = nearest_bf16(0x1p-8 + 0x1p-15);
     CHECK_EQ(dev::fma_bf16x2(bf_hair, bf_one, bf_one) & 0xFFFFu, static_cast<uint32_t>(bf_one) + 1);
-    // A tie of the sum in double precision that a product 2^-200 below must break: rounded to odd, not to even.
+    // A tie of the sum in double precision that a product 2^-200 below must break: rounded to odd,
+    // not to even.
     CHECK(kvpool::emu::add_to_odd(1.0 + 0x1p-52, 0x1p-200) == 1.0 + 0x1p-52);
     CHECK(kvpool::emu::add_to_odd(1.0, 0x1p-200) == 1.0 + 0x1p-52);
     CHECK(kvpool::emu::add_to_odd(1.0, -0x1p-200) == 1.0 - 0x1p-53);
@@ -183,7 +200,8 @@ TEST(high_and_low_halves_do_not_mix) {
     CHECK_EQ(dev::sub_f16x2(a, b), dev::pack_f16(-1.5f, -2.25f));
     CHECK_EQ(dev::mul_f16x2(a, b), dev::pack_f16(4.5f, -0.5f));
     CHECK_EQ(dev::fma_f16x2(a, b, b), dev::pack_f16(7.5f, -0.25f));
-    CHECK_EQ(dev::fma_bf16x2(dev::pack_bf16(1.5f, 2.0f), dev::pack_bf16(2.0f, 4.0f), dev::pack_bf16(1.0f, -1.0f)),
+    CHECK_EQ(dev::fma_bf16x2(dev::pack_bf16(1.5f, 2.0f), dev::pack_bf16(2.0f, 4.0f),
+                             dev::pack_bf16(1.0f, -1.0f)),
              dev::pack_bf16(4.0f, 7.0f));
 }
 

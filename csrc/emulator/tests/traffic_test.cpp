@@ -80,15 +80,16 @@ Traffic traffic_of(uint32_t choice, uint64_t seed) {
     Array<uint32_t> in = device.array<uint32_t>(1024);
     Array<uint32_t> out = device.array<uint32_t>(1024);
     for (uint32_t i = 0; i < 1024; ++i) in[i] = 4;
-    const auto fault =
-        device.launch("emu_test_traffic", {1, 1, 1}, {64, 1, 1}, 0, Params{in.address(), out.address(), choice});
+    const auto fault = device.launch("emu_test_traffic", {1, 1, 1}, {64, 1, 1}, 0,
+                                     Params{in.address(), out.address(), choice});
     CHECK_TEXT(fault.text, "");
     return device.traffic("emu_test_traffic");
 }
 
 // Of two warps: what is expected of reads and of writes.
-void check(uint32_t choice, uint64_t bytes, uint64_t sectors, uint64_t instructions, uint64_t written = 0,
-           uint64_t sectors_written = 0, uint64_t writes = 0, uint64_t atomics = 0) {
+void check(uint32_t choice, uint64_t bytes, uint64_t sectors, uint64_t instructions,
+           uint64_t written = 0, uint64_t sectors_written = 0, uint64_t writes = 0,
+           uint64_t atomics = 0) {
     for (uint64_t seed = 0; seed < 5; ++seed) {
         const Traffic t = traffic_of(choice, seed);
         CHECK_EQ(t.read_bytes, bytes);
@@ -103,8 +104,8 @@ void check(uint32_t choice, uint64_t bytes, uint64_t sectors, uint64_t instructi
     }
 }
 
-// choice 0: rows of 16 bytes side by side; 1: 256 bytes apart; 2: words 128 bytes apart; 3: one word for all;
-// 4: 16 bytes a lane side by side; 5: 16 bytes a lane, 64 bytes apart
+// choice 0: rows of 16 bytes side by side; 1: 256 bytes apart; 2: words 128 bytes apart; 3: one
+// word for all; 4: 16 bytes a lane side by side; 5: 16 bytes a lane, 64 bytes apart
 KV_KERNEL(emu_test_banks, Params, 32) {
     unsigned char* shared = dynamic_shared();
     const uint32_t lane = lane_index();
@@ -125,7 +126,8 @@ TEST(traffic_of_known_kernels) {
     check(2, 8, 2, 2);
     check(3, 256, 10, 2);
     check(4, 768, 24, 6);
-    // Lanes with t % 4 = 1, 2, 3 take the first turn, 2 and 3 the second, 3 the third: 24, 16, 8 lanes a warp.
+    // Lanes with t % 4 = 1, 2, 3 take the first turn, 2 and 3 the second, 3 the third: 24, 16, 8
+    // lanes a warp.
     check(5, 2 * 4 * 48, 2 * 48, 6);
     check(6, 1024, 32, 2);
     check(7, 0, 0, 0, 0, 0, 0, 32);
@@ -151,7 +153,8 @@ TEST(bank_conflicts) {
     for (uint32_t choice = 0; choice < 6; ++choice) {
         Device device(1 << 20);
         device.count_banks = true;
-        const auto fault = device.launch("emu_test_banks", {1, 1, 1}, {32, 1, 1}, 8192, Params{0, 0, choice});
+        const auto fault =
+            device.launch("emu_test_banks", {1, 1, 1}, {32, 1, 1}, 8192, Params{0, 0, choice});
         CHECK_TEXT(fault.text, "");
         CHECK_EQ(device.traffic("emu_test_banks").bank_conflicts, expected[choice]);
     }
