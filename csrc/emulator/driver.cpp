@@ -152,6 +152,16 @@ std::vector<std::shared_ptr<Stream>> Driver::all_streams() {
     return all;
 }
 
+bool Driver::spoils_capture() {
+    bool spoilt = false;
+    for (auto& stream : streams) {
+        if (stream.second->capture == nullptr) continue;
+        stream.second->capture->invalid = true;
+        spoilt = true;
+    }
+    return spoilt;
+}
+
 CUresult Driver::put(const std::shared_ptr<Stream>& stream, Operation operation) {
     if (stream->capture != nullptr) {
         stream->capture->operations.push_back(std::move(operation));

@@ -83,6 +83,8 @@ struct Operation {
 
 struct Graph {
     std::vector<Operation> operations;
+    // Something was done meanwhile that a capture does not allow.
+    bool invalid = false;
 };
 
 struct Stream {
@@ -135,6 +137,7 @@ struct Counters {
     uint64_t modules = 0;
     uint64_t events = 0;
     uint64_t streams = 0;
+    uint64_t graph_launches = 0;
 };
 
 class Driver {
@@ -178,6 +181,8 @@ public:
     Function* function_of(CUfunction handle);
     bool is_pinned(const void* p, uint64_t bytes) const;
 
+    // Whether a stream is captured: then its capture is spoilt by what the caller is about to do.
+    bool spoils_capture();
     // Puts an operation at the end of a stream's queue, after what the legacy default stream
     // demands.
     CUresult put(const std::shared_ptr<Stream>& stream, Operation operation);

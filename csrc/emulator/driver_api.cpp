@@ -18,14 +18,14 @@ CUresult put_copy(Driver& driver, CUstream stream_handle, Operation operation, b
         if (address != 0 && driver.memory->find(address, operation.bytes) == nullptr)
             return INVALID_VALUE;
     }
-    if (wait && stream->capture != nullptr) return CAPTURE_UNSUPPORTED;
+    if (wait && driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     const CUresult put = driver.put(stream, std::move(operation));
     if (put != SUCCESS || !wait) return put;
     return finish(driver, Driver::end_of(stream));
 }
 
 // From memory that is not pinned the driver takes the bytes at once; pinned memory is read when the
-// copy is done.
+// copy is done, and any memory when a graph's copy is.
 CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t bytes,
                         CUstream stream, bool wait) {
     if (to == 0 || (from == nullptr && bytes != 0)) return INVALID_VALUE;
@@ -38,7 +38,9 @@ CUresult copy_to_device(Driver& driver, CUdeviceptr to, const void* from, size_t
     operation.device_to = to;
     operation.bytes = bytes;
     const char* source = static_cast<const char*>(from);
-    if (driver.is_pinned(from, bytes)) {
+    auto stream_captured = driver.stream_of(stream);
+    const bool captured = stream_captured != nullptr && stream_captured->capture != nullptr;
+    if (captured || driver.is_pinned(from, bytes)) {
         operation.host_from = source;
     } else {
         operation.staged.assign(source, source + bytes);
@@ -244,6 +246,7 @@ KV_API CUresult cuCtxGetCurrent(CUcontext* context) {
 
 KV_API CUresult cuCtxSynchronize() {
     KV_ENTER("cuCtxSynchronize", Needs::Context);
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     driver.counters.synchronisations += 1;
     driver.finish_all();
     return driver.sticky;
@@ -261,6 +264,7 @@ KV_API CUresult cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
 KV_API CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
     KV_ENTER("cuMemAlloc_v2", Needs::Context);
     if (address == nullptr || bytes == 0) return INVALID_VALUE;
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     const uint64_t allocated = driver.memory->allocate(bytes);
     if (allocated == 0) return OUT_OF_MEMORY;
     driver.allocations[allocated] = bytes;
@@ -273,6 +277,7 @@ KV_API CUresult cuMemFree_v2(CUdeviceptr address) {
     KV_ENTER("cuMemFree_v2", Needs::Context);
     if (address == 0) return SUCCESS;
     if (driver.allocations.count(address) == 0) return INVALID_VALUE;
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     // It waits for the device, as the real one does.
     driver.finish_all();
     driver.allocations.erase(address);
@@ -284,6 +289,7 @@ KV_API CUresult cuMemFree_v2(CUdeviceptr address) {
 KV_API CUresult cuMemHostAlloc(void** address, size_t bytes, unsigned /*flags*/) {
     KV_ENTER("cuMemHostAlloc", Needs::Context);
     if (address == nullptr || bytes == 0) return INVALID_VALUE;
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     void* p = nullptr;
     if (posix_memalign(&p, 4096, bytes) != 0) return OUT_OF_MEMORY;
     memset(p, 0xFF, bytes);

@@ -48,6 +48,7 @@ private:
 
 // The state after waiting: an error of the work that was waited for shows here.
 inline CUresult finish(Driver& driver, const Ticket& ticket) {
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     driver.counters.synchronisations += 1;
     driver.finish(ticket);
     return driver.sticky;

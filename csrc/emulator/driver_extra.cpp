@@ -52,6 +52,7 @@ KV_EXTRA uint64_t kvpool_emu_counter(const char* name) {
         {"modules", c.modules},
         {"events", c.events},
         {"streams", c.streams},
+        {"graph_launches", c.graph_launches},
         {"live_bytes", sum_of_sizes(driver.allocations)},
         {"live_allocations", driver.allocations.size()},
         {"live_modules", driver.modules.size()},

@@ -151,7 +151,7 @@ KV_API CUresult cuStreamSynchronize(CUstream handle) {
     KV_ENTER("cuStreamSynchronize", Needs::Context);
     auto stream = driver.stream_of(handle);
     if (stream == nullptr) return INVALID_HANDLE;
-    if (stream->capture != nullptr) return CAPTURE_UNSUPPORTED;
+    if (driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     Ticket end = Driver::end_of(stream);
     if (stream->is_null) {
         // The legacy default stream stands for all that block.
@@ -179,6 +179,8 @@ KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigne
     if (stream == nullptr || event == driver.events.end()) return INVALID_HANDLE;
     // An event that was never recorded is no reason to wait.
     if (!event->second->recorded) return SUCCESS;
+    // Work outside the graph is nothing that it can wait for.
+    if (stream->capture != nullptr && driver.spoils_capture()) return CAPTURE_UNSUPPORTED;
     Operation operation;
     operation.kind = OperationKind::Wait;
     operation.after.push_back(event->second->ticket);

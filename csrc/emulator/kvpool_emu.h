@@ -13,7 +13,7 @@ uint32_t kvpool_emu_version(void);
 
 /* How often since the last reset: "launches", "allocations", "host_allocations", "frees", "synchronisations" (of the host),
  * "copies_to_device", "copies_to_host", "copies_on_device", "fills", "bytes_to_device", "bytes_to_host", "modules",
- * "events", "streams" (made). How many now: "live_allocations", "live_bytes", "live_host_allocations", "live_host_bytes",
+ * "events", "streams" (made), "graph_launches" (what is captured counts when it is captured). How many now: "live_allocations", "live_bytes", "live_host_allocations", "live_host_bytes",
  * "live_modules", "live_events", "live_streams", "pending" (operations in queues). UINT64_MAX for any other name. */
 uint64_t kvpool_emu_counter(const char *name);
 

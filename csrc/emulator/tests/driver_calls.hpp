@@ -47,6 +47,14 @@ CUresult cuEventRecord(CUevent event, CUstream stream);
 CUresult cuEventQuery(CUevent event);
 CUresult cuEventSynchronize(CUevent event);
 CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end);
+CUresult cuStreamBeginCapture_v2(CUstream stream, int mode);
+CUresult cuStreamIsCapturing(CUstream stream, int* status);
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph);
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph,
+                                     unsigned long long flags);
+CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream);
+CUresult cuGraphDestroy(CUgraph graph);
+CUresult cuGraphExecDestroy(CUgraphExec executable);
 CUresult cuGetErrorName(CUresult code, const char** name);
 CUresult cuGetErrorString(CUresult code, const char** text);
 }
