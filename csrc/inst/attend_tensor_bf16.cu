@@ -3,8 +3,18 @@
 
 using namespace kvpool;
 
-KV_KERNEL_BLOCKS(kvpool_attend_bf16_t64x1, KvpoolAttendParams, 128, 3) { TensorAttend<Bf16, 64, 1>(p).run(); }
-KV_KERNEL_BLOCKS(kvpool_attend_bf16_t64x2, KvpoolAttendParams, 128, 2) { TensorAttend<Bf16, 64, 2>(p).run(); }
-KV_KERNEL_BLOCKS(kvpool_attend_bf16_t128x1, KvpoolAttendParams, 128, 2) { TensorAttend<Bf16, 128, 1>(p).run(); }
-KV_KERNEL_BLOCKS(kvpool_attend_bf16_t128x2, KvpoolAttendParams, 128, 2) { TensorAttend<Bf16, 128, 2>(p).run(); }
-KV_KERNEL_BLOCKS(kvpool_attend_bf16_t256x1, KvpoolAttendParams, 128, 2) { TensorAttend<Bf16, 256, 1>(p).run(); }
+KV_KERNEL_BLOCKS(kvpool_attend_bf16_t64x1, KvpoolAttendParams, 128, 3) {
+    TensorAttend<Bf16, 64, 1>(p).run();
+}
+KV_KERNEL_BLOCKS(kvpool_attend_bf16_t64x2, KvpoolAttendParams, 128, 2) {
+    TensorAttend<Bf16, 64, 2>(p).run();
+}
+KV_KERNEL_BLOCKS(kvpool_attend_bf16_t128x1, KvpoolAttendParams, 128, 2) {
+    TensorAttend<Bf16, 128, 1>(p).run();
+}
+KV_KERNEL_BLOCKS(kvpool_attend_bf16_t128x2, KvpoolAttendParams, 128, 2) {
+    TensorAttend<Bf16, 128, 2>(p).run();
+}
+KV_KERNEL_BLOCKS(kvpool_attend_bf16_t256x1, KvpoolAttendParams, 128, 2) {
+    TensorAttend<Bf16, 256, 1>(p).run();
+}

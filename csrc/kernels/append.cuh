@@ -1,9 +1,10 @@
 // Storing K and V of a step, quantised on the way where the format asks for it.
 //
-// A warp takes the K or the V of one token, and goes through its heads. A vector is spread over a power
-// of two of lanes, eight elements each at a time, so that short vectors share a warp and every access
-// of a vector is of neighbouring bytes. The largest magnitude is found in registers with shuffles: each
-// element is read once and stored once. INT8 bytes and scales are those of the CPU, bit for bit.
+// A warp takes the K or the V of one token, and goes through its heads. A vector is spread over a
+// power of two of lanes, eight elements each at a time, so that short vectors share a warp and
+// every access of a vector is of neighbouring bytes. The largest magnitude is found in registers
+// with shuffles: each element is read once and stored once. INT8 bytes and scales are those of the
+// CPU, bit for bit.
 #pragma once
 
 #include "kv_view.cuh"
@@ -11,12 +12,13 @@
 
 namespace kvpool {
 
-// Eight f32 are two pieces of 16 bytes, and a sector is both. So that each access of the warp is of whole
-// sectors, two neighbouring lanes first access the even one's eight together, then the odd one's. Every lane of
-// the warp comes here; `has`: whether it has something to load or store at all.
+// Eight f32 are two pieces of 16 bytes, and a sector is both. So that each access of the warp is of
+// whole sectors, two neighbouring lanes first access the even one's eight together, then the odd
+// one's. Every lane of the warp comes here; `has`: whether it has something to load or store at
+// all.
 struct PairedOctet {
     bool odd;
-    bool has[2];      // of the first access, of the second
+    bool has[2];  // of the first access, of the second
     uint64_t at[2];
     KV_DEVICE PairedOctet(bool own, uint64_t address) {
         odd = dev::lane_index() % 2 != 0;
@@ -50,7 +52,8 @@ KV_DEVICE void load_octet(bool has, uint64_t at, float (&x)[8]) {
         KV_UNROLL
         for (int access = 0; access < 2; ++access) {
             if (pair.has[access]) {
-                const auto raw = dev::load_once(dev::at_address<const dev::Bytes16>(pair.at[access]));
+                const auto raw =
+                    dev::load_once(dev::at_address<const dev::Bytes16>(pair.at[access]));
                 KV_UNROLL
                 for (int i = 0; i < 4; ++i) {
                     pieces.word[access][i] = raw.word[i];
@@ -87,7 +90,7 @@ KV_DEVICE void store_octet(bool has, uint64_t at, const float (&x)[8]) {
         KV_UNROLL
         for (int access = 0; access < 2; ++access) {
             if (pair.has[access]) {
-                const uint32_t(&word)[4] = pieces.word[access];
+                const uint32_t (&word)[4] = pieces.word[access];
                 const dev::Bytes16 raw = {{word[0], word[1], word[2], word[3]}};
                 dev::store_global(dev::at_address<dev::Bytes16>(pair.at[access]), raw);
             }
@@ -118,11 +121,11 @@ struct Spread {
     }
 };
 
-// Rotates one octet of a K vector. row: the vector's first byte; cos, sin: this position's. [rope_dims / 2]
-// Every lane of the warp comes here.
+// Rotates one octet of a K vector. row: the vector's first byte; cos, sin: this position's.
+// [rope_dims / 2] Every lane of the warp comes here.
 template <class Src>
-KV_DEVICE void rotate(const KvpoolAppendParams& p, bool has, uint64_t row, uint32_t octet, uint64_t position,
-                      float (&x)[8]) {
+KV_DEVICE void rotate(const KvpoolAppendParams& p, bool has, uint64_t row, uint32_t octet,
+                      uint64_t position, float (&x)[8]) {
     const uint32_t half = p.rope_dims / 2;
     const uint32_t first = octet * 8;
     const bool turned = has && first < p.rope_dims;
@@ -173,18 +176,19 @@ KV_DEVICE uint32_t max_over(uint32_t value, uint32_t lanes) {
 
 // One vector on its way: where it comes from and where it goes.
 struct Vector {
-    bool live;        // whether this lane has one at all; it takes part in shuffles anyway
-    bool rotated;     // K, with RoPE
+    bool live;     // whether this lane has one at all; it takes part in shuffles anyway
+    bool rotated;  // K, with RoPE
     float static_scale;
     uint32_t position;
-    uint64_t from;    // [head_dim] of Src
+    uint64_t from;  // [head_dim] of Src
     uint64_t row;
     uint64_t scales;
 };
 
 // Whether K is rotated is the same for the whole warp.
 template <class Src>
-KV_DEVICE void load_rotated(const KvpoolAppendParams& p, const Vector& vector, bool has, uint32_t octet, float (&x)[8]) {
+KV_DEVICE void load_rotated(const KvpoolAppendParams& p, const Vector& vector, bool has,
+                            uint32_t octet, float (&x)[8]) {
     load_octet<Src>(has, vector.from + octet * (SAME<Src, F32> ? 32 : 16), x);
     if (vector.rotated) {
         rotate<Src>(p, has, vector.from, octet, vector.position, x);
@@ -217,10 +221,11 @@ struct Counts {
     }
 };
 
-// Quantises a vector and stores bytes and scales. Which scales there are is the same for the whole launch, so
-// all lanes of the warp come to the same shuffles.
+// Quantises a vector and stores bytes and scales. Which scales there are is the same for the whole
+// launch, so all lanes of the warp come to the same shuffles.
 template <class Src>
-KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector, Counts& counts) {
+KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector,
+                           Counts& counts) {
     const uint32_t kind = p.group.scale;
     float x[8] = {};
     uint32_t amax = 0;
@@ -277,7 +282,8 @@ KV_DEVICE void append_int8(const KvpoolAppendParams& p, const Spread& spread, co
 
 // Stores a vector of another format than INT8.
 template <class Src, class Fmt>
-KV_DEVICE void append_float(const KvpoolAppendParams& p, const Spread& spread, const Vector& vector) {
+KV_DEVICE void append_float(const KvpoolAppendParams& p, const Spread& spread,
+                            const Vector& vector) {
     if (SAME<Src, Fmt> && !vector.rotated) {
         // Nothing to convert: NaN keep their bits.
         if (vector.live) {
@@ -303,10 +309,12 @@ KV_DEVICE void add_counts(const KvpoolAppendParams& p, Counts counts) {
         counts.saturated += dev::shuffle_xor(counts.saturated, mask);
     }
     if (dev::lane_index() == 0 && counts.nonfinite != 0) {
-        dev::atomic_add(dev::at_address<uint64_t>(p.counts), static_cast<uint64_t>(counts.nonfinite));
+        dev::atomic_add(dev::at_address<uint64_t>(p.counts),
+                        static_cast<uint64_t>(counts.nonfinite));
     }
     if (dev::lane_index() == 0 && counts.saturated != 0) {
-        dev::atomic_add(dev::at_address<uint64_t>(p.counts + 8), static_cast<uint64_t>(counts.saturated));
+        dev::atomic_add(dev::at_address<uint64_t>(p.counts + 8),
+                        static_cast<uint64_t>(counts.saturated));
     }
 }
 
@@ -336,7 +344,8 @@ KV_DEVICE void append(const KvpoolAppendParams& p) {
         if (dev::lane_index() == 0) {
             slot = dev::load_readonly(dev::at_address<const uint64_t>(p.token_slots) + token);
             if (vector.rotated) {
-                vector.position = dev::load_readonly(dev::at_address<const uint32_t>(p.positions) + token);
+                vector.position =
+                    dev::load_readonly(dev::at_address<const uint32_t>(p.positions) + token);
             }
         }
         slot = dev::shuffle(slot, 0);

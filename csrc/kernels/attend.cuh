@@ -1,10 +1,10 @@
 // What the attention kernels share: which keys an item sees, and how results are combined.
 //
-// One answer (P5): scores of a query and a key depend on those two rows alone; sums over keys run in an
-// order that follows from positions, format and head_dim; the keys are cut into splits at multiples of
-// KVPOOL_SPLIT_TOKENS, and each split is computed from a fresh state; splits are combined in ascending order by
-// `merge_factors`, wherever that is done. Which rows are computed side by side, and where the keys lie,
-// changes none of it.
+// One answer (P5): scores of a query and a key depend on those two rows alone; sums over keys run
+// in an order that follows from positions, format and head_dim; the keys are cut into splits at
+// multiples of KVPOOL_SPLIT_TOKENS, and each split is computed from a fresh state; splits are
+// combined in ascending order by `merge_factors`, wherever that is done. Which rows are computed
+// side by side, and where the keys lie, changes none of it.
 //
 // Scores are kept times log2(e), so that the exponential is one instruction.
 #pragma once
@@ -21,8 +21,8 @@ struct Rows {
     uint32_t q_per_kv;
     uint32_t window;
     uint32_t sink_tokens;
-    // Positions of the first and the last row, and what any row sees up to `late`: the first one sees farthest
-    // back, and each begins where those before it see something.
+    // Positions of the first and the last row, and what any row sees up to `late`: the first one
+    // sees farthest back, and each begins where those before it see something.
     uint32_t early;
     uint32_t late;
     Visible all;
@@ -35,7 +35,9 @@ struct Rows {
         const uint32_t q_head = kv_head * q_per_kv + (item.first + i) % q_per_kv;
         return static_cast<uint64_t>(seq.row_start + row(i)) * num_kv_heads * q_per_kv + q_head;
     }
-    KV_DEVICE Visible seen_by(uint32_t position) const { return visible(position, window, sink_tokens); }
+    KV_DEVICE Visible seen_by(uint32_t position) const {
+        return visible(position, window, sink_tokens);
+    }
     // Whether any row sees a key.
     KV_DEVICE bool any_sees(uint32_t key) const { return sees(all, late, key); }
     // Whether any row sees a key of `from..to`.
@@ -46,14 +48,15 @@ struct Rows {
     }
 };
 
-KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index, uint32_t q_per_kv, uint32_t window,
-                         uint32_t sink_tokens) {
+KV_DEVICE Rows load_rows(uint64_t seqs, uint64_t items, uint32_t index, uint32_t q_per_kv,
+                         uint32_t window, uint32_t sink_tokens) {
     Rows rows;
     const uint64_t item = items + static_cast<uint64_t>(index) * sizeof(KvpoolItem);
     const auto word = [](uint64_t at, int i) {
         return dev::load_readonly(dev::at_address<const uint32_t>(at + 4 * i));
     };
-    rows.item = {word(item, 0), word(item, 1), word(item, 2), word(item, 3), word(item, 4), word(item, 5)};
+    rows.item = {word(item, 0), word(item, 1), word(item, 2),
+                 word(item, 3), word(item, 4), word(item, 5)};
     const uint64_t seq = seqs + static_cast<uint64_t>(rows.item.seq) * sizeof(KvpoolSeq);
     rows.seq = {word(seq, 0), word(seq, 1), word(seq, 2), word(seq, 3), word(seq, 4), 0};
     rows.q_per_kv = q_per_kv;
@@ -91,25 +94,30 @@ KV_DEVICE float merge_value(float total, float added, Factors factors) {
     return dev::fma_f32(total, factors.keep, added * factors.add);
 }
 
-// What a row's values are multiplied with in the end; and its result, 0 where no key has a score above -infinity.
-// Zeros have no sign: whether a key with weight 0 was beside a row's own in a tile must not show.
+// What a row's values are multiplied with in the end; and its result, 0 where no key has a score
+// above -infinity. Zeros have no sign: whether a key with weight 0 was beside a row's own in a tile
+// must not show.
 KV_DEVICE float finish_factor(float sum) { return 1.0f / sum; }
-KV_DEVICE float finish_value(float acc, float sum, float factor) { return sum == 0.0f ? 0.0f : acc * factor + 0.0f; }
+KV_DEVICE float finish_value(float acc, float sum, float factor) {
+    return sum == 0.0f ? 0.0f : acc * factor + 0.0f;
+}
 KV_DEVICE float finish_lse(MaxSum total) {
     return total.sum == 0.0f ? NEG_INFINITY : (total.max + dev::log2_fast(total.sum)) * LN_2;
 }
 
 // Where a split's result of packed row `place` of the workspace lies.
-KV_DEVICE uint64_t partial_acc_at(uint64_t acc, uint32_t kv_head, uint32_t max_partials, uint32_t place,
-                                  uint32_t head_dim) {
+KV_DEVICE uint64_t partial_acc_at(uint64_t acc, uint32_t kv_head, uint32_t max_partials,
+                                  uint32_t place, uint32_t head_dim) {
     const uint64_t index = static_cast<uint64_t>(kv_head) * max_partials + place;
     return acc + index * head_dim * 4;
 }
-KV_DEVICE uint64_t partial_ml_at(uint64_t ml, uint32_t kv_head, uint32_t max_partials, uint32_t place) {
+KV_DEVICE uint64_t partial_ml_at(uint64_t ml, uint32_t kv_head, uint32_t max_partials,
+                                 uint32_t place) {
     return ml + (static_cast<uint64_t>(kv_head) * max_partials + place) * 8;
 }
 
-// Fills in the blocks of the positions from..to that the item sees. units: [split's blocks] in shared memory
+// Fills in the blocks of the positions from..to that the item sees. units: [split's blocks] in
+// shared memory
 KV_DEVICE void load_units(const KvpoolAttendParams& p, const Rows& rows, uint32_t from, uint32_t to,
                           uint32_t* units) {
     const uint32_t shift = p.group.unit_shift;
@@ -119,7 +127,8 @@ KV_DEVICE void load_units(const KvpoolAttendParams& p, const Rows& rows, uint32_
         // A block that nobody sees may have been given back: its entry means nothing.
         uint32_t unit = 0;
         if (rows.any_sees_any(begin > from ? begin : from, begin + (1u << shift))) {
-            unit = dev::load_readonly(dev::at_address<const uint32_t>(p.tables) + (rows.seq.table_at + i));
+            unit = dev::load_readonly(dev::at_address<const uint32_t>(p.tables) +
+                                      (rows.seq.table_at + i));
         }
         units[i - first] = unit;
     }
@@ -141,11 +150,14 @@ KV_DEVICE void combine(const KvpoolCombineParams& p) {
                 for (uint32_t split = 0; split < rows.item.splits; ++split) {
                     const uint32_t place = rows.item.partial + split * rows.item.count + i;
                     const uint64_t ml = partial_ml_at(p.partial_ml, kv_head, p.max_partials, place);
-                    const uint64_t at = partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, p.head_dim);
+                    const uint64_t at =
+                        partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, p.head_dim);
                     const auto pair = dev::load_global(dev::at_address<const dev::Bytes8>(ml));
                     float added[4];
-                    widen(dev::load_global(dev::at_address<const dev::Bytes16>(at) + quad), added, F32{});
-                    const MaxSum part = {dev::bits_to_f32(pair.word[0]), dev::bits_to_f32(pair.word[1])};
+                    widen(dev::load_global(dev::at_address<const dev::Bytes16>(at) + quad), added,
+                          F32{});
+                    const MaxSum part = {dev::bits_to_f32(pair.word[0]),
+                                         dev::bits_to_f32(pair.word[1])};
                     if (part.nothing()) {
                         continue;
                     }

@@ -1,9 +1,10 @@
 // Attention in f32 without tensor cores: every format, every head_dim.
 //
-// A block takes an item and a KV head. Its four warps share out the keys of each split, a few neighbouring
-// ones to each warp in turn; the lanes of a warp share out the elements of a vector. So a vector is read
-// once, in one piece, whatever number of query heads it serves, and only if some row sees it. Each warp keeps
-// its own state; when the split is done the warps' states are joined in order.
+// A block takes an item and a KV head. Its four warps share out the keys of each split, a few
+// neighbouring ones to each warp in turn; the lanes of a warp share out the elements of a vector.
+// So a vector is read once, in one piece, whatever number of query heads it serves, and only if
+// some row sees it. Each warp keeps its own state; when the split is done the warps' states are
+// joined in order.
 #pragma once
 
 #include "attend.cuh"
@@ -14,7 +15,7 @@ namespace kvpool {
 template <class Fmt, int WIDTH>
 struct PlainAttend {
     static constexpr int ROWS = KVPOOL_WIDE_ROWS(WIDTH);
-    static constexpr int QUADS = WIDTH / 128;                     // of a lane
+    static constexpr int QUADS = WIDTH / 128;                         // of a lane
     static constexpr int KEYS = QUADS == 1 ? 4 : QUADS == 2 ? 2 : 1;  // of a warp at a time
     static constexpr int WARPS = 4;
     static constexpr int TILE = WARPS * KEYS;
@@ -77,7 +78,8 @@ struct PlainAttend {
     };
 
     template <class View>
-    KV_DEVICE void load_keys(const View& view, const HeadRows& at, uint32_t first, uint32_t end, Keys& keys) const {
+    KV_DEVICE void load_keys(const View& view, const HeadRows& at, uint32_t first, uint32_t end,
+                             Keys& keys) const {
         KV_UNROLL
         for (int key = 0; key < KEYS; ++key) {
             const uint32_t position = first + key;
@@ -100,8 +102,9 @@ struct PlainAttend {
                 for (int quad = 0; quad < QUADS; ++quad) {
                     keys.k_scale[key][quad] = keys.v_scale[key][quad] = 0.0f;
                     if (keys.seen[key] && has(quad)) {
-                        const uint64_t scale = at.scale(view.place(first + key)) +
-                                               element(quad) / KVPOOL_SCALE_GROUP * KVPOOL_SCALE_BYTES;
+                        const uint64_t scale =
+                            at.scale(view.place(first + key)) +
+                            element(quad) / KVPOOL_SCALE_GROUP * KVPOOL_SCALE_BYTES;
                         keys.k_scale[key][quad] = load_scale(scale);
                         keys.v_scale[key][quad] = load_scale(scale + at.scales_to_v);
                     }
@@ -118,7 +121,8 @@ struct PlainAttend {
 
     // One lane a key and kind, and the others have it from there.
     template <class View>
-    KV_DEVICE void load_row_scales(const View& view, const HeadRows& at, uint32_t first, Keys& keys) const {
+    KV_DEVICE void load_row_scales(const View& view, const HeadRows& at, uint32_t first,
+                                   Keys& keys) const {
         const uint32_t lane = dev::lane_index();
         const uint32_t own_key = lane % KEYS;
         bool seen = false;
@@ -139,8 +143,8 @@ struct PlainAttend {
         }
     }
 
-    // Sums over the lanes of the warp, of KEYS numbers at once: at each of the first steps half of the
-    // numbers go to the other half of the lanes.
+    // Sums over the lanes of the warp, of KEYS numbers at once: at each of the first steps half of
+    // the numbers go to the other half of the lanes.
     static KV_DEVICE void sum_over_lanes(float (&x)[KEYS]) {
         const uint32_t lane = dev::lane_index();
         uint32_t mask = 16;
@@ -218,7 +222,8 @@ struct PlainAttend {
             for (int quad = 0; quad < QUADS; ++quad) {
                 float v[4];
                 widen(keys.v[key][quad], v, Fmt{});
-                const float factor_v = INT8 ? weight * keys.v_scale[key][GROUPS ? quad : 0] : weight;
+                const float factor_v =
+                    INT8 ? weight * keys.v_scale[key][GROUPS ? quad : 0] : weight;
                 KV_UNROLL
                 for (int j = 0; j < 4; ++j) {
                     acc[row][quad][j] = dev::fma_f32(factor_v, v[j], acc[row][quad][j]);
@@ -238,7 +243,8 @@ struct PlainAttend {
         for (int quad = 0; quad < QUADS; ++quad) {
             dev::Bytes16 raw = {{0, 0, 0, 0}};
             if (has(quad)) {
-                raw = dev::load_shared(reinterpret_cast<const dev::Bytes16*>(q + row * head_dim + element(quad)));
+                raw = dev::load_shared(
+                    reinterpret_cast<const dev::Bytes16*>(q + row * head_dim + element(quad)));
             }
             float x[4];
             widen(raw, x, F32{});
@@ -251,8 +257,9 @@ struct PlainAttend {
                 for (int j = 1; j < 4; ++j) {
                     product = dev::fma_f32(x[j], k[j], product);
                 }
-                sum[key] = GROUPS ? dev::fma_f32(product, keys.k_scale[key][GROUPS ? quad : 0], sum[key])
-                                  : sum[key] + product;
+                sum[key] =
+                    GROUPS ? dev::fma_f32(product, keys.k_scale[key][GROUPS ? quad : 0], sum[key])
+                           : sum[key] + product;
             }
         }
     }
@@ -308,7 +315,8 @@ struct PlainAttend {
                 float* to = part_acc + row * head_dim + element(quad);
                 KV_UNROLL
                 for (int j = 0; j < 4; ++j) {
-                    to[j] = first ? acc[row][quad][j] : merge_value(to[j], acc[row][quad][j], factors);
+                    to[j] =
+                        first ? acc[row][quad][j] : merge_value(to[j], acc[row][quad][j], factors);
                 }
             }
         }
@@ -345,21 +353,26 @@ struct PlainAttend {
     }
 
     KV_DEVICE void store_partial() const {
-        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim; i += dev::block_dim_x()) {
+        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim;
+             i += dev::block_dim_x()) {
             const uint32_t place = rows.item.partial + i / head_dim;
-            const uint64_t at = partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, head_dim);
+            const uint64_t at =
+                partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, head_dim);
             dev::store_global(dev::at_address<float>(at) + i % head_dim, part_acc[i]);
         }
         for (uint32_t i = dev::thread_x(); i < rows.item.count; i += dev::block_dim_x()) {
-            const uint64_t at = partial_ml_at(p.partial_ml, kv_head, p.max_partials, rows.item.partial + i);
-            const dev::Bytes8 pair = {{dev::f32_to_bits(part[i].max), dev::f32_to_bits(part[i].sum)}};
+            const uint64_t at =
+                partial_ml_at(p.partial_ml, kv_head, p.max_partials, rows.item.partial + i);
+            const dev::Bytes8 pair = {
+                {dev::f32_to_bits(part[i].max), dev::f32_to_bits(part[i].sum)}};
             dev::store_global(dev::at_address<dev::Bytes8>(at), pair);
         }
     }
 
     // Adds the split to the splits before it.
     KV_DEVICE void join_total() {
-        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim; i += dev::block_dim_x()) {
+        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim;
+             i += dev::block_dim_x()) {
             MaxSum joined = total[i / head_dim];
             const MaxSum added = part[i / head_dim];
             if (!added.nothing()) {
@@ -404,19 +417,22 @@ struct PlainAttend {
         const uint32_t end = rows.late + 1;
         if (rows.item.split != KVPOOL_ALL_SPLITS) {
             const uint32_t start = rows.item.split * KVPOOL_SPLIT_TOKENS;
-            const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
+            const uint32_t stop =
+                end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
             split(start, stop);
             store_partial();
             return;
         }
-        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim; i += dev::block_dim_x()) {
+        for (uint32_t i = dev::thread_x(); i < rows.item.count * head_dim;
+             i += dev::block_dim_x()) {
             total_acc[i] = 0.0f;
         }
         for (uint32_t i = dev::thread_x(); i < rows.item.count; i += dev::block_dim_x()) {
             total[i] = {NEG_INFINITY, 0.0f};
         }
         for (uint32_t start = 0; start < end; start += KVPOOL_SPLIT_TOKENS) {
-            const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
+            const uint32_t stop =
+                end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
             if (rows.any_sees_any(start, stop)) {
                 split(start, stop);
                 join_total();

@@ -1,17 +1,19 @@
 // Attention on tensor cores: f16, bf16 and INT8, head_dim a multiple of 16 up to 256, any group.
 //
-// A block takes an item (at most 16 or 32 packed rows of one sequence: the query heads of a group, of one or several
-// rows of the step, side by side) and a KV head, and goes through the keys tile by tile. Tiles of K and V
-// come through a pipeline of two stages with asynchronous copies of 16 bytes, once for all rows; bytes that
-// no row sees are not read, but zeros take their place, so that nothing an earlier owner left can be
-// multiplied with a weight of 0.
+// A block takes an item (at most 16 or 32 packed rows of one sequence: the query heads of a group,
+// of one or several rows of the step, side by side) and a KV head, and goes through the keys tile
+// by tile. Tiles of K and V come through a pipeline of two stages with asynchronous copies of 16
+// bytes, once for all rows; bytes that no row sees are not read, but zeros take their place, so
+// that nothing an earlier owner left can be multiplied with a weight of 0.
 //
-// The four warps share out a tile's keys for the scores, and head_dim for the values; in between they exchange maxima
-// and weights through shared memory. So the state of a row is one maximum, one sum and one vector, and it is
-// updated tile by tile in order of position, whatever the number of rows.
+// The four warps share out a tile's keys for the scores, and head_dim for the values; in between
+// they exchange maxima and weights through shared memory. So the state of a row is one maximum, one
+// sum and one vector, and it is updated tile by tile in order of position, whatever the number of
+// rows.
 //
-// Precision: products of halves are exact and summed in f32. Weights are multiplied in two halves (see `split_halves`),
-// and so is Q unless it has the halves' own type, so that what remains are errors of f32.
+// Precision: products of halves are exact and summed in f32. Weights are multiplied in two halves
+// (see `split_halves`), and so is Q unless it has the halves' own type, so that what remains are
+// errors of f32.
 #pragma once
 
 #include "tensor_tiles.cuh"
@@ -22,48 +24,48 @@ namespace kvpool {
 template <class Fmt, int D, int M>
 struct TensorAttend : TensorTiles<Fmt, D, M> {
     using Base = TensorTiles<Fmt, D, M>;
-    using Base::ROWS;
-    using Base::TILE;
-    using Base::WARPS;
-    using Base::KEYS;
-    using Base::KEY_TILES;
-    using Base::DIMS;
     using Base::CHUNKS;
-    using Base::INT8;
-    using Base::GROUPS;
-    using Base::SCALE_LOADS;
-    using Base::STAGE_BYTES;
-    using Base::SCALES;
-    using Base::p;
-    using Base::rows;
-    using Base::kv_head;
-    using Base::head_dim;
-    using Base::warp;
-    using Base::lane;
-    using Base::g;
-    using Base::t;
-    using Base::k_tiles;
-    using Base::v_tiles;
-    using Base::scales;
-    using Base::maxima;
-    using Base::sums;
-    using Base::q_factor;
-    using Base::units;
-    using Base::row_position;
-    using Base::load_queries;
+    using Base::DIMS;
+    using Base::each_quad;
     using Base::fetch;
+    using Base::g;
+    using Base::GROUPS;
+    using Base::has_chunk;
+    using Base::head_dim;
+    using Base::INT8;
+    using Base::k_tiles;
+    using Base::KEY_TILES;
+    using Base::KEYS;
+    using Base::kv_head;
+    using Base::lane;
+    using Base::load_queries;
+    using Base::maxima;
+    using Base::p;
     using Base::place_scales;
     using Base::place_weights;
-    using Base::weight_fragments;
-    using Base::value_fragments;
-    using Base::has_chunk;
     using Base::products;
-    using Base::each_quad;
+    using Base::q_factor;
+    using Base::row_position;
+    using Base::ROWS;
+    using Base::rows;
+    using Base::SCALE_LOADS;
+    using Base::SCALES;
+    using Base::scales;
+    using Base::STAGE_BYTES;
+    using Base::sums;
+    using Base::t;
+    using Base::TILE;
+    using Base::units;
+    using Base::v_tiles;
+    using Base::value_fragments;
+    using Base::warp;
+    using Base::WARPS;
+    using Base::weight_fragments;
 
     // The state of the split. Two n-tiles of a chunk: acc[m][2 * chunk] and the next.
     float acc[M][2 * CHUNKS][4];
     float max[M][2];
-    float sum[M][2];  // of this lane's columns
+    float sum[M][2];   // of this lane's columns
     bool has_queries;  // of the item
 
     KV_DEVICE TensorAttend(const KvpoolAttendParams& params) : Base(params) {}
@@ -91,7 +93,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
                         if constexpr (INT8 && !GROUPS) {
                             x *= scales[key];
                         }
-                        const bool visible_key = first + key < stop && sees(seen, position, first + key);
+                        const bool visible_key =
+                            first + key < stop && sees(seen, position, first + key);
                         x = visible_key ? x : NEG_INFINITY;
                         largest = dev::max_f32(largest, x);
                     }
@@ -180,7 +183,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     KV_DEVICE bool is_mixed(uint32_t first, uint32_t stop) const {
         const uint32_t end = stop - first < TILE ? stop : first + TILE;
         const Visible of_late = rows.seen_by(rows.late);
-        return rows.early != rows.late && (end > rows.early + 1 || (first < of_late.from && end > rows.all.from));
+        return rows.early != rows.late &&
+               (end > rows.early + 1 || (first < of_late.from && end > rows.all.from));
     }
     // Whether this warp's values have an infinity or a NaN.
     KV_DEVICE bool values_nonfinite(const unsigned char* tile) const {
@@ -197,8 +201,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         }
         return dev::any_lane(found);
     }
-    // As add_values, row by row with the keys that the row does not see set to 0: a NaN of a later token must
-    // not reach an earlier row, and 0 times NaN is NaN.
+    // As add_values, row by row with the keys that the row does not see set to 0: a NaN of a later
+    // token must not reach an earlier row, and 0 times NaN is NaN.
     KV_DEVICE void add_values_by_row(const unsigned char* tile, uint32_t first, uint32_t stop) {
         KV_UNROLL
         for (int m = 0; m < M; ++m) {
@@ -209,7 +213,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
                 const Visible seen = rows.seen_by(position);
                 const auto mask = [&](uint32_t halves, uint32_t key) {
                     const bool low_seen = first + key < stop && sees(seen, position, first + key);
-                    const bool high_seen = first + key + 1 < stop && sees(seen, position, first + key + 1);
+                    const bool high_seen =
+                        first + key + 1 < stop && sees(seen, position, first + key + 1);
                     return halves & ((low_seen ? 0xFFFFu : 0u) | (high_seen ? 0xFFFF0000u : 0u));
                 };
                 KV_UNROLL
@@ -291,7 +296,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         dev::cp_async_wait<0>();
     }
     // K has come; V and the next tile's two groups are under way.
-    KV_DEVICE void add_tile(const unsigned char* k_tile, const unsigned char* v_tile, uint32_t tile, uint32_t stop) {
+    KV_DEVICE void add_tile(const unsigned char* k_tile, const unsigned char* v_tile, uint32_t tile,
+                            uint32_t stop) {
         float score[M][KEY_TILES][4];
         products(k_tile, score);
         mask_scores(tile, stop, score);
@@ -372,7 +378,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
     KV_DEVICE void store_partial() const {
         each_quad(acc, [&](uint32_t row, uint32_t dim, const float (&x)[4]) {
             const uint32_t place = rows.item.partial + row;
-            const uint64_t at = partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, head_dim);
+            const uint64_t at =
+                partial_acc_at(p.partial_acc, kv_head, p.max_partials, place, head_dim);
             store_tensor_quad(at, dim, KVPOOL_DTYPE_F32, x);
         });
         KV_UNROLL
@@ -381,8 +388,10 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
             for (int half = 0; half < 2; ++half) {
                 const uint32_t row = 16 * m + 8 * half + g;
                 if (warp == 0 && t == 0 && row < rows.item.count) {
-                    const uint64_t at = partial_ml_at(p.partial_ml, kv_head, p.max_partials, rows.item.partial + row);
-                    const dev::Bytes8 pair = {{dev::f32_to_bits(max[m][half]), dev::f32_to_bits(sum[m][half])}};
+                    const uint64_t at = partial_ml_at(p.partial_ml, kv_head, p.max_partials,
+                                                      rows.item.partial + row);
+                    const dev::Bytes8 pair = {
+                        {dev::f32_to_bits(max[m][half]), dev::f32_to_bits(sum[m][half])}};
                     dev::store_global(dev::at_address<dev::Bytes8>(at), pair);
                 }
             }
@@ -406,7 +415,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
         }
         KV_UNROLL_BY(1)
         for (uint32_t start = 0; start < end; start += KVPOOL_SPLIT_TOKENS) {
-            const uint32_t stop = end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
+            const uint32_t stop =
+                end - start < KVPOOL_SPLIT_TOKENS ? end : start + KVPOOL_SPLIT_TOKENS;
             if (!rows.any_sees_any(start, stop)) {
                 continue;
             }
@@ -449,7 +459,8 @@ struct TensorAttend : TensorTiles<Fmt, D, M> {
                 const uint32_t row = 16 * m + 8 * half + g;
                 if (p.lse != 0 && warp == 0 && t == 0 && row < rows.item.count) {
                     const uint64_t head = rows.tensor_head(row, kv_head, p.group.num_kv_heads);
-                    dev::store_global(dev::at_address<float>(p.lse + head * 4), finish_lse(total[m][half]));
+                    dev::store_global(dev::at_address<float>(p.lse + head * 4),
+                                      finish_lse(total[m][half]));
                 }
             }
         }

@@ -8,7 +8,8 @@ namespace kvpool {
 
 // Copies words of T, spread over `threads` threads of which this one is number `thread`.
 template <class T>
-KV_DEVICE void copy_words(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t thread, uint64_t threads) {
+KV_DEVICE void copy_words(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t thread,
+                          uint64_t threads) {
     const uint64_t words = bytes / sizeof(T);
     constexpr int AT_ONCE = 4;  // loads under way
     uint64_t i = thread;
@@ -30,7 +31,8 @@ KV_DEVICE void copy_words(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t t
 }
 
 // Copies a run of bytes in the widest words that both ends and the length allow.
-KV_DEVICE void copy_run(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t thread, uint64_t threads) {
+KV_DEVICE void copy_run(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t thread,
+                        uint64_t threads) {
     const uint64_t both = dst | src | bytes;
     if (both % 16 == 0) {
         copy_words<dev::Bytes16>(dst, src, bytes, thread, threads);
@@ -45,7 +47,8 @@ KV_DEVICE void copy_run(uint64_t dst, uint64_t src, uint64_t bytes, uint64_t thr
 KV_DEVICE void copy_pairs(const KvpoolCopyParams& p) {
     const KvpoolKvGroup& group = p.group;
     const uint64_t first_unit = p.pool + group.base;
-    const uint64_t thread = static_cast<uint64_t>(dev::block_x()) * dev::block_dim_x() + dev::thread_x();
+    const uint64_t thread =
+        static_cast<uint64_t>(dev::block_x()) * dev::block_dim_x() + dev::thread_x();
     const uint64_t threads = static_cast<uint64_t>(dev::grid_dim_x()) * dev::block_dim_x();
     const uint32_t scale_bytes = group.scales_per_row * KVPOOL_SCALE_BYTES;
     const uint32_t runs = 2 * group.num_layers * group.num_kv_heads;
@@ -66,7 +69,8 @@ KV_DEVICE void copy_pairs(const KvpoolCopyParams& p) {
             const uint64_t at = run * group.head_stride + token * group.row_bytes;
             copy_run(dst + at, src + at, tokens * group.row_bytes, lane, dev::WARP);
             if (scale_bytes > 0) {
-                const uint64_t scale = group.scales_at + (run * group.unit_tokens + token) * scale_bytes;
+                const uint64_t scale =
+                    group.scales_at + (run * group.unit_tokens + token) * scale_bytes;
                 copy_run(dst + scale, src + scale, tokens * scale_bytes, lane, dev::WARP);
             }
         }
@@ -78,10 +82,13 @@ template <class Fmt, class View>
 KV_DEVICE void gather_through(const KvpoolGatherParams& p, View view) {
     const KvpoolKvGroup& group = p.group;
     const uint32_t heads = group.num_kv_heads;
-    const uint64_t warps = static_cast<uint64_t>(dev::grid_dim_x()) * (dev::block_dim_x() / dev::WARP);
-    uint64_t work = static_cast<uint64_t>(dev::block_x()) * (dev::block_dim_x() / dev::WARP) + dev::warp_index();
+    const uint64_t warps =
+        static_cast<uint64_t>(dev::grid_dim_x()) * (dev::block_dim_x() / dev::WARP);
+    uint64_t work = static_cast<uint64_t>(dev::block_x()) * (dev::block_dim_x() / dev::WARP) +
+                    dev::warp_index();
     for (; work < static_cast<uint64_t>(p.num_tokens) * heads; work += warps) {
-        const uint32_t token = static_cast<uint32_t>(work / heads), head = static_cast<uint32_t>(work % heads);
+        const uint32_t token = static_cast<uint32_t>(work / heads),
+                       head = static_cast<uint32_t>(work % heads);
         const HeadRows rows(group, p.pool, p.layer, head);
         view.begin_at(p.first_position + token);
         const Place place = view.place(p.first_position + token);
@@ -94,8 +101,10 @@ KV_DEVICE void gather_through(const KvpoolGatherParams& p, View view) {
             if constexpr (Fmt::FORMAT == KVPOOL_FORMAT_INT8) {
                 float scale = p.static_scale;
                 if (group.scales_per_row > 0) {
-                    const uint32_t which = group.scales_per_row > 1 ? quad * 4 / KVPOOL_SCALE_GROUP : 0;
-                    scale = scale_to_f32(dev::load_global(dev::at_address<const uint16_t>(scales) + which));
+                    const uint32_t which =
+                        group.scales_per_row > 1 ? quad * 4 / KVPOOL_SCALE_GROUP : 0;
+                    scale = scale_to_f32(
+                        dev::load_global(dev::at_address<const uint16_t>(scales) + which));
                 }
                 KV_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -119,7 +128,8 @@ KV_DEVICE void gather(const KvpoolGatherParams& p) {
 
 // Sets ranges of the pool to a byte. Grid: x any, y over the ranges.
 KV_DEVICE void fill(const KvpoolFillParams& p) {
-    const uint64_t thread = static_cast<uint64_t>(dev::block_x()) * dev::block_dim_x() + dev::thread_x();
+    const uint64_t thread =
+        static_cast<uint64_t>(dev::block_x()) * dev::block_dim_x() + dev::thread_x();
     const uint64_t threads = static_cast<uint64_t>(dev::grid_dim_x()) * dev::block_dim_x();
     const uint32_t word = (p.value & 0xFFu) * 0x01010101u;
     const dev::Bytes16 words = {{word, word, word, word}};

@@ -1,11 +1,12 @@
 // Fragments of the matrix instruction m16n8k16 out of tiles in shared memory, for each format.
 //
-// In all that follows g = lane / 4 and t = lane % 4: the row and the pair of columns of a lane in a fragment.
-// Tiles lie row by row, in chunks of 16 bytes whose order within a row is permuted (`swizzle`), so that the
-// eight rows that one matrix is read from lie in different banks.
+// In all that follows g = lane / 4 and t = lane % 4: the row and the pair of columns of a lane in a
+// fragment. Tiles lie row by row, in chunks of 16 bytes whose order within a row is permuted
+// (`swizzle`), so that the eight rows that one matrix is read from lie in different banks.
 //
-// INT8 is widened in registers, exactly, K to f16 and V to bf16 (weights times scales need the range of
-// f32). What a lane reads in one piece then belongs to other columns than with 16-bit elements:
+// INT8 is widened in registers, exactly, K to f16 and V to bf16 (weights times scales need the
+// range of f32). What a lane reads in one piece then belongs to other columns than with 16-bit
+// elements:
 //   K: columns of a product may be permuted if those of Q are too: see `query_column`.
 //   V: of 16 dims, one n-tile has the even ones and the other the odd ones: see `value_dim`.
 #pragma once
@@ -27,14 +28,15 @@ KV_DEVICE uint32_t swizzle_pairs(uint32_t row, uint32_t chunk) {
     return ROW_BYTES == 64 ? chunk ^ (row & 2u) : chunk ^ ((row & 3u) << 1);
 }
 
-// Four signed bytes as f16: the halves of the first two, and of the last two. A byte with its sign bit
-// flipped, as the low bits of 1024, is 1024 + 128 + x.
+// Four signed bytes as f16: the halves of the first two, and of the last two. A byte with its sign
+// bit flipped, as the low bits of 1024, is 1024 + 128 + x.
 KV_DEVICE void bytes_to_f16(uint32_t bytes, uint32_t (&halves)[2]) {
     const uint32_t shifted = bytes ^ 0x80808080u;
     halves[0] = dev::sub_f16x2(dev::permute_bytes(shifted, 0x64646464u, 0x4140), 0x64806480u);
     halves[1] = dev::sub_f16x2(dev::permute_bytes(shifted, 0x64646464u, 0x4342), 0x64806480u);
 }
-// The signed bytes 0 and 2 of a word as bf16: 128 + its low seven bits, less 128 or, for a negative one, 256.
+// The signed bytes 0 and 2 of a word as bf16: 128 + its low seven bits, less 128 or, for a negative
+// one, 256.
 KV_DEVICE uint32_t even_bytes_to_bf16(uint32_t bytes) {
     const uint32_t magnitude = (bytes & 0x007F007Fu) | 0x43004300u;
     const uint32_t negated_base = (bytes & 0x00800080u) | 0xC300C300u;
@@ -67,8 +69,8 @@ KV_DEVICE void multiply_values(float (&c)[4], const uint32_t (&a)[4], uint32_t b
     }
 }
 
-// Two numbers as halves, and what that leaves out of them as halves once more: together 21 bits (f16)
-// or 16 bits (bf16) of each.
+// Two numbers as halves, and what that leaves out of them as halves once more: together 21 bits
+// (f16) or 16 bits (bf16) of each.
 template <bool BF16>
 KV_DEVICE void split_halves(float x, float y, uint32_t& high, uint32_t& low) {
     high = BF16 ? dev::pack_bf16(x, y) : dev::pack_f16(x, y);
@@ -76,7 +78,8 @@ KV_DEVICE void split_halves(float x, float y, uint32_t& high, uint32_t& low) {
     const float rest_x = x - rounded.x, rest_y = y - rounded.y;
     low = BF16 ? dev::pack_bf16(rest_x, rest_y) : dev::pack_f16(rest_x, rest_y);
 }
-// The low halves, without those beside a high half that is not finite: these would make a NaN of an infinity.
+// The low halves, without those beside a high half that is not finite: these would make a NaN of an
+// infinity.
 template <bool BF16>
 KV_DEVICE uint32_t low_of_finite(uint32_t high, uint32_t low) {
     constexpr uint32_t EXPONENT = BF16 ? 0x7F80u : 0x7C00u;

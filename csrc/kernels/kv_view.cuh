@@ -1,9 +1,10 @@
 // From positions to places and from places to addresses: the twin of src/plan/layout.rs.
 //
-// A *unit* is a block (paged) or a sequence's whole slot (contiguous), and both have the same inside:
-// `[layer in group][K, V][kv head][token][head_dim]`, then the scales. So there is one address formula
-// (HeadRows), and two views with the same methods that find a position's unit and token: PagedView
-// through the block table, ContiguousView by arithmetic alone.
+// A *unit* is a block (paged) or a sequence's whole slot (contiguous), and both have the same
+// inside:
+// `[layer in group][K, V][kv head][token][head_dim]`, then the scales. So there is one address
+// formula (HeadRows), and two views with the same methods that find a position's unit and token:
+// PagedView through the block table, ContiguousView by arithmetic alone.
 #pragma once
 
 #include "device.cuh"
@@ -75,13 +76,13 @@ struct ContiguousView {
 
 // Addresses of one layer's and KV head's vectors and scales.
 struct HeadRows {
-    uint64_t rows;           // the K vector of unit 0, token 0
-    uint64_t scales;         // its first scale
+    uint64_t rows;    // the K vector of unit 0, token 0
+    uint64_t scales;  // its first scale
     uint64_t unit_bytes;
-    uint64_t to_v;           // from a K vector to its V vector
-    uint64_t scales_to_v;    // from a K vector's scales to its V vector's
-    uint32_t row_bytes;      // from a token to the next
-    uint32_t scale_bytes;    // from a token's scales to the next one's
+    uint64_t to_v;         // from a K vector to its V vector
+    uint64_t scales_to_v;  // from a K vector's scales to its V vector's
+    uint32_t row_bytes;    // from a token to the next
+    uint32_t scale_bytes;  // from a token's scales to the next one's
 
     KV_DEVICE HeadRows(const KvpoolKvGroup& group, uint64_t pool, uint32_t layer, uint32_t head) {
         const uint64_t first = pool + group.base;
@@ -128,7 +129,8 @@ KV_HOST_DEVICE bool sees(Visible seen, uint32_t position, uint32_t key) {
     return key <= position && (key >= seen.from || key < seen.sinks);
 }
 
-// A count that may lie in device memory, so that a captured graph can be launched again with another.
+// A count that may lie in device memory, so that a captured graph can be launched again with
+// another.
 KV_DEVICE uint32_t count_at(uint64_t address, uint32_t otherwise) {
     return address == 0 ? otherwise : dev::load_readonly(dev::at_address<const uint32_t>(address));
 }

@@ -19,8 +19,8 @@ constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr float LN_2 = 0.69314718055994530942f;
 // The largest q.
 constexpr float Q_MAX = 127.0f;
-// 1.5 * 2^23: added to a number of small magnitude, it leaves the number, rounded half to even, in the
-// low bits.
+// 1.5 * 2^23: added to a number of small magnitude, it leaves the number, rounded half to even, in
+// the low bits.
 constexpr float ROUND = 12582912.0f;
 constexpr uint32_t INFINITY_BITS = 0x7F800000u;
 constexpr float F32_MAX = 3.40282346638528859812e38f;
@@ -103,7 +103,8 @@ KV_DEVICE void widen(uint32_t raw, float (&x)[4], Int8) {
 // Four elements of a tensor whose type is known when the kernel runs.
 KV_DEVICE void load_tensor_quad(uint64_t tensor, uint64_t element, uint32_t dtype, float (&x)[4]) {
     if (dtype == KVPOOL_DTYPE_F32) {
-        widen(dev::load_readonly(dev::at_address<const dev::Bytes16>(tensor + element * 4)), x, F32{});
+        widen(dev::load_readonly(dev::at_address<const dev::Bytes16>(tensor + element * 4)), x,
+              F32{});
         return;
     }
     const auto raw = dev::load_readonly(dev::at_address<const dev::Bytes8>(tensor + element * 2));
@@ -163,8 +164,8 @@ KV_DEVICE float dequantize(float q, float scale) {
     return dev::min_f32(dev::max_f32(x, -F32_MAX), F32_MAX);
 }
 
-// What is subtracted from scores: their maximum, and 0 where that is -infinity, so that the exponential
-// of a score of -infinity is 0 and not NaN.
+// What is subtracted from scores: their maximum, and 0 where that is -infinity, so that the
+// exponential of a score of -infinity is 0 and not NaN.
 KV_DEVICE float finite_base(float max) { return max == NEG_INFINITY ? 0.0f : max; }
 
 }  // namespace kvpool

@@ -1,5 +1,5 @@
-// What the tensor-core kernel works on: queries, tiles of K and V and their scales on their way to shared memory, and
-// the fragments that are read out of it. See attend_tensor.cuh.
+// What the tensor-core kernel works on: queries, tiles of K and V and their scales on their way to
+// shared memory, and the fragments that are read out of it. See attend_tensor.cuh.
 #pragma once
 
 #include "attend.cuh"
@@ -15,10 +15,10 @@ struct TensorTiles {
     static constexpr int TILE = KVPOOL_TENSOR_TILE(D);
     static constexpr int WARPS = 4;
     static constexpr int THREADS = WARPS * dev::WARP;
-    static constexpr int KEYS = TILE / WARPS;      // of a warp, for the scores
+    static constexpr int KEYS = TILE / WARPS;  // of a warp, for the scores
     static constexpr int KEY_TILES = KEYS / 8;
-    static constexpr int DIMS = D / WARPS;         // of a warp, for the values
-    static constexpr int CHUNKS = DIMS / 16;       // 16 dims, two n-tiles
+    static constexpr int DIMS = D / WARPS;    // of a warp, for the values
+    static constexpr int CHUNKS = DIMS / 16;  // 16 dims, two n-tiles
     static constexpr bool INT8 = Fmt::FORMAT == KVPOOL_FORMAT_INT8;
     static constexpr bool GROUPS = SAME<Fmt, Int8Groups>;
     static constexpr bool Q_BF16 = SAME<Fmt, Bf16>;
@@ -29,16 +29,17 @@ struct TensorTiles {
     static constexpr int SCALES = GROUPS ? D / 32 : 1;          // of a vector
     static constexpr int SCALE_LOADS = (2 * TILE * SCALES + THREADS - 1) / THREADS;
     static constexpr int STAGE_BYTES = TILE * ROW_BYTES;
-    static constexpr int Q_ROW = D * 2;            // bytes
-    // Weights lie as two halves, ready to be multiplied; with a scale for every 32 elements as floats, since each group of
-    // dims multiplies them with others. Of floats, four rows lie in different banks.
+    static constexpr int Q_ROW = D * 2;  // bytes
+    // Weights lie as two halves, ready to be multiplied; with a scale for every 32 elements as
+    // floats, since each group of dims multiplies them with others. Of floats, four rows lie in
+    // different banks.
     static constexpr int WEIGHT_ROW = GROUPS ? (TILE + 8) * 4 : TILE * 2;  // bytes
 
     const KvpoolAttendParams& p;
     Rows rows;
     uint32_t kv_head;
     uint32_t head_dim;
-    uint32_t dims;   // head_dim in whole products of scores
+    uint32_t dims;  // head_dim in whole products of scores
     bool q_has_low;
     uint32_t warp, lane, g, t;
     // Shared memory.
@@ -53,7 +54,7 @@ struct TensorTiles {
     float* q_factor;         // [ROWS]
     uint32_t* units;         // [SPLIT_TOKENS]
 
-    const float* scales;     // of the tile that is computed: [K, V][SCALES][TILE]
+    const float* scales;  // of the tile that is computed: [K, V][SCALES][TILE]
 
     // Rows g and g + 8 of each 16 of a lane, for the masks.
     uint32_t row_position[M][2];
@@ -107,8 +108,8 @@ struct TensorTiles {
         }
     }
 
-    // Fills in Q, a warp for each row in turn. For f16 a row is scaled by a power of two, so that no
-    // element overflows and small ones keep their bits.
+    // Fills in Q, a warp for each row in turn. For f16 a row is scaled by a power of two, so that
+    // no element overflows and small ones keep their bits.
     KV_DEVICE void load_queries() {
         constexpr int QUADS = D > 128 ? D / 128 : 1;
         for (uint32_t row = warp; row < ROWS; row += WARPS) {
@@ -137,7 +138,8 @@ struct TensorTiles {
                 const uint32_t other = dev::shuffle_xor(amax, mask);
                 amax = other > amax ? other : amax;
             }
-            // The largest element becomes 2^13 and more: far from overflow, and what is 2^-24 of it still a half.
+            // The largest element becomes 2^13 and more: far from overflow, and what is 2^-24 of it
+            // still a half.
             int32_t shift = 0;
             if (!Q_BF16 && q_has_low && amax != 0) {
                 shift = 140 - static_cast<int32_t>(amax >> 23);
@@ -174,12 +176,13 @@ struct TensorTiles {
 
     // ---- Tiles ----
 
-    // Asks for a tile that begins at `first`: K, then V, then (INT8) scales. The keys from `stop` on are of the
-    // next split. Scales come through registers, since runs of them are short.
+    // Asks for a tile that begins at `first`: K, then V, then (INT8) scales. The keys from `stop`
+    // on are of the next split. Scales come through registers, since runs of them are short.
     KV_DEVICE void fetch(const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
                          float (&fetched)[SCALE_LOADS]) {
         if (p.group.addressing == KVPOOL_ADDRESSING_BLOCKS) {
-            const SharedTable table = {units, first / KVPOOL_SPLIT_TOKENS * KVPOOL_SPLIT_TOKENS >> p.group.unit_shift};
+            const SharedTable table = {
+                units, first / KVPOOL_SPLIT_TOKENS * KVPOOL_SPLIT_TOKENS >> p.group.unit_shift};
             fetch_through(PagedView<SharedTable>(p.group, table), at, first, stop, stage, fetched);
         } else {
             ContiguousView view(p.group, rows.seq.unit);
@@ -188,8 +191,8 @@ struct TensorTiles {
         }
     }
     template <class View>
-    KV_DEVICE void fetch_through(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
-                                 float (&fetched)[SCALE_LOADS]) {
+    KV_DEVICE void fetch_through(const View& view, const HeadRows& at, uint32_t first,
+                                 uint32_t stop, uint32_t stage, float (&fetched)[SCALE_LOADS]) {
         KV_UNROLL_BY(1)
         for (int kind = 0; kind < 2; ++kind) {
             fetch_vectors(view, at, first, stop, stage, kind != 0);
@@ -198,8 +201,8 @@ struct TensorTiles {
         fetch_scales(view, at, first, stop, fetched);
     }
     template <class View>
-    KV_DEVICE void fetch_vectors(const View& view, const HeadRows& at, uint32_t first, uint32_t stop, uint32_t stage,
-                                 bool is_v) {
+    KV_DEVICE void fetch_vectors(const View& view, const HeadRows& at, uint32_t first,
+                                 uint32_t stop, uint32_t stage, bool is_v) {
         unsigned char* tile = (is_v ? v_tiles : k_tiles) + stage * STAGE_BYTES;
         const uint32_t chunk = dev::thread_x() % ROW_CHUNKS;
         const uint64_t within = (is_v ? at.to_v : 0) + chunk * 16;
@@ -215,7 +218,8 @@ struct TensorTiles {
             }
             const uint32_t place = INT8 && !is_v ? swizzle_pairs<ROW_BYTES>(key, chunk)
                                                  : swizzle<ROW_BYTES>(key, chunk);
-            dev::cp_async_16_or_zero(tile + key * ROW_BYTES + place * 16, dev::at_address<const void>(from), bytes);
+            dev::cp_async_16_or_zero(tile + key * ROW_BYTES + place * 16,
+                                     dev::at_address<const void>(from), bytes);
         }
     }
     template <class View>
@@ -234,9 +238,11 @@ struct TensorTiles {
                 if (per_row > 0 && index < 2 * per_kind) {
                     fetched[i] = 0.0f;
                     if (position < stop && rows.any_sees(position)) {
-                        const uint64_t from = at.scale(view.place(position)) + (is_v ? at.scales_to_v : 0) +
+                        const uint64_t from = at.scale(view.place(position)) +
+                                              (is_v ? at.scales_to_v : 0) +
                                               (GROUPS ? rest % per_row * KVPOOL_SCALE_BYTES : 0);
-                        fetched[i] = scale_to_f32(dev::load_once(dev::at_address<const uint16_t>(from)));
+                        fetched[i] =
+                            scale_to_f32(dev::load_once(dev::at_address<const uint16_t>(from)));
                     }
                 }
             }
@@ -264,19 +270,21 @@ struct TensorTiles {
     // ---- Fragments ----
 
     // Rows 16 m to 16 m + 15 of Q, columns 16 step to 16 step + 15.
-    KV_DEVICE void query_fragment(const unsigned char* q, int m, uint32_t step, uint32_t (&a)[4]) const {
+    KV_DEVICE void query_fragment(const unsigned char* q, int m, uint32_t step,
+                                  uint32_t (&a)[4]) const {
         const uint32_t row = 16 * m + lane % 16, chunk = 2 * step + lane / 16;
         dev::ldmatrix_x4(a, q + row * Q_ROW + swizzle<Q_ROW>(row, chunk) * 16);
     }
     // K of this warp's keys for the two products of 32 columns from 32 * block on.
-    KV_DEVICE void key_fragments(const unsigned char* tile, uint32_t block, uint32_t (&b)[2][KEY_TILES][2]) const {
+    KV_DEVICE void key_fragments(const unsigned char* tile, uint32_t block,
+                                 uint32_t (&b)[2][KEY_TILES][2]) const {
         KV_UNROLL
         for (int n = 0; n < KEY_TILES; ++n) {
             if constexpr (INT8) {
                 const uint32_t key = warp * KEYS + 8 * n + g;
                 const uint32_t chunk = swizzle_pairs<ROW_BYTES>(key, 2 * block + t / 2);
-                const auto raw = dev::load_shared(
-                    reinterpret_cast<const dev::Bytes8*>(tile + key * ROW_BYTES + chunk * 16 + t % 2 * 8));
+                const auto raw = dev::load_shared(reinterpret_cast<const dev::Bytes8*>(
+                    tile + key * ROW_BYTES + chunk * 16 + t % 2 * 8));
                 bytes_to_f16(raw.word[0], b[0][n]);
                 bytes_to_f16(raw.word[1], b[1][n]);
             } else {
@@ -297,7 +305,8 @@ struct TensorTiles {
     KV_DEVICE void place_weights(uint32_t row, uint32_t key, float x, float y) {
         if constexpr (GROUPS) {
             const dev::Bytes8 pair = {{dev::f32_to_bits(x), dev::f32_to_bits(y)}};
-            dev::store_shared(reinterpret_cast<dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4), pair);
+            dev::store_shared(reinterpret_cast<dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4),
+                              pair);
         } else {
             uint32_t high, low;
             split_halves<V_BF16>(x, y, high, low);
@@ -307,36 +316,43 @@ struct TensorTiles {
         }
     }
     // Weights of 16 keys as two halves each, times the values' scales of the chunk's group of dims.
-    KV_DEVICE void weight_fragments(int m, int step, int chunk, uint32_t (&high)[4], uint32_t (&low)[4]) const {
+    KV_DEVICE void weight_fragments(int m, int step, int chunk, uint32_t (&high)[4],
+                                    uint32_t (&low)[4]) const {
         if constexpr (GROUPS) {
             KV_UNROLL
             for (int i = 0; i < 4; ++i) {
-                const uint32_t row = 16 * m + g + 8 * (i % 2), key = 16 * step + 2 * t + 8 * (i / 2);
-                const auto raw =
-                    dev::load_shared(reinterpret_cast<const dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4));
-                const float* scale = scales + (SCALES + (warp * DIMS + 16 * chunk) / 32) * TILE + key;
-                split_halves<V_BF16>(dev::bits_to_f32(raw.word[0]) * scale[0], dev::bits_to_f32(raw.word[1]) * scale[1],
-                                     high[i], low[i]);
+                const uint32_t row = 16 * m + g + 8 * (i % 2),
+                               key = 16 * step + 2 * t + 8 * (i / 2);
+                const auto raw = dev::load_shared(
+                    reinterpret_cast<const dev::Bytes8*>(weights + row * WEIGHT_ROW + key * 4));
+                const float* scale =
+                    scales + (SCALES + (warp * DIMS + 16 * chunk) / 32) * TILE + key;
+                split_halves<V_BF16>(dev::bits_to_f32(raw.word[0]) * scale[0],
+                                     dev::bits_to_f32(raw.word[1]) * scale[1], high[i], low[i]);
             }
         } else {
-            const unsigned char* from = weights + weight_chunk(16 * m + lane % 16, 2 * step + lane / 16);
+            const unsigned char* from =
+                weights + weight_chunk(16 * m + lane % 16, 2 * step + lane / 16);
             dev::ldmatrix_x4(high, from);
             dev::ldmatrix_x4(low, from + ROWS * WEIGHT_ROW);
         }
     }
     // V of 16 keys and 16 dims of this warp: the two n-tiles' b0 and b1.
-    KV_DEVICE void value_fragments(const unsigned char* tile, int step, int chunk, uint32_t (&b)[2][2]) const {
+    KV_DEVICE void value_fragments(const unsigned char* tile, int step, int chunk,
+                                   uint32_t (&b)[2][2]) const {
         const uint32_t key = 16 * step + lane % 16;
         if constexpr (INT8) {
             const uint32_t column = warp * CHUNKS + chunk;
             uint32_t r[2];
-            dev::ldmatrix_x2_trans(r, tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
+            dev::ldmatrix_x2_trans(r,
+                                   tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
             b[0][0] = even_bytes_to_bf16(r[0]), b[0][1] = even_bytes_to_bf16(r[1]);
             b[1][0] = even_bytes_to_bf16(r[0] >> 8), b[1][1] = even_bytes_to_bf16(r[1] >> 8);
         } else {
             const uint32_t column = 2 * (warp * CHUNKS + chunk) + lane / 16;
             uint32_t r[4];
-            dev::ldmatrix_x4_trans(r, tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
+            dev::ldmatrix_x4_trans(r,
+                                   tile + key * ROW_BYTES + swizzle<ROW_BYTES>(key, column) * 16);
             b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
         }
     }
@@ -344,7 +360,8 @@ struct TensorTiles {
 
     // Scores of this warp's keys: q·k times the scale of k; neither masked nor scaled.
     KV_DEVICE void products(const unsigned char* tile, float (&score)[M][KEY_TILES][4]) const {
-        // Of the low halves of Q, apart: where K is infinite they must not make a NaN of an infinity.
+        // Of the low halves of Q, apart: where K is infinite they must not make a NaN of an
+        // infinity.
         float low[M][KEY_TILES][4];
         KV_UNROLL
         for (int m = 0; m < M; ++m) {
@@ -387,7 +404,8 @@ struct TensorTiles {
                         query_fragment(q_low, m, 2 * block + step, a);
                         KV_UNROLL
                         for (int n = 0; n < KEY_TILES; ++n) {
-                            multiply_scores<Fmt>(INT8 ? part[n] : low[m][n], a, b[step][n][0], b[step][n][1]);
+                            multiply_scores<Fmt>(INT8 ? part[n] : low[m][n], a, b[step][n][0],
+                                                 b[step][n][1]);
                         }
                     }
                 }
@@ -396,9 +414,10 @@ struct TensorTiles {
                     KV_UNROLL
                     for (int i = 0; i < 4; ++i) {
                         const uint32_t key = warp * KEYS + 8 * n + 2 * t + i % 2;
-                        score[m][n][i] =
-                            GROUPS ? dev::fma_f32(part[n][i], scales[block * TILE + key], score[m][n][i])
-                                   : part[n][i];
+                        score[m][n][i] = GROUPS
+                                             ? dev::fma_f32(part[n][i], scales[block * TILE + key],
+                                                            score[m][n][i])
+                                             : part[n][i];
                     }
                 }
             }
@@ -411,7 +430,8 @@ struct TensorTiles {
                     KV_UNROLL
                     for (int i = 0; i < 4; ++i) {
                         const float high = score[m][n][i];
-                        const bool infinite = (dev::f32_to_bits(high) & 0x7FFFFFFFu) == INFINITY_BITS;
+                        const bool infinite =
+                            (dev::f32_to_bits(high) & 0x7FFFFFFFu) == INFINITY_BITS;
                         score[m][n][i] = infinite ? high : high + low[m][n][i];
                     }
                 }
@@ -429,8 +449,10 @@ struct TensorTiles {
                 const uint32_t row = 16 * m + 8 * half + g;
                 KV_UNROLL
                 for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                    const float a0 = values[m][2 * chunk][2 * half], a1 = values[m][2 * chunk][2 * half + 1];
-                    const float b0 = values[m][2 * chunk + 1][2 * half], b1 = values[m][2 * chunk + 1][2 * half + 1];
+                    const float a0 = values[m][2 * chunk][2 * half],
+                                a1 = values[m][2 * chunk][2 * half + 1];
+                    const float b0 = values[m][2 * chunk + 1][2 * half],
+                                b1 = values[m][2 * chunk + 1][2 * half + 1];
                     float x[4];
                     uint32_t dim = warp * DIMS + 16 * chunk;
                     if constexpr (INT8) {
@@ -440,7 +462,8 @@ struct TensorTiles {
                     } else {
                         // An even lane takes the first n-tile's of both, an odd one the second's.
                         const bool odd = t % 2 != 0;
-                        const float c0 = dev::shuffle_xor(odd ? a0 : b0, 1), c1 = dev::shuffle_xor(odd ? a1 : b1, 1);
+                        const float c0 = dev::shuffle_xor(odd ? a0 : b0, 1),
+                                    c1 = dev::shuffle_xor(odd ? a1 : b1, 1);
                         x[0] = odd ? c0 : a0, x[1] = odd ? c1 : a1;
                         x[2] = odd ? b0 : c0, x[3] = odd ? b1 : c1;
                         dim += (odd ? 8 : 0) + t / 2 * 4;

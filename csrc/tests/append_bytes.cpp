@@ -1,5 +1,5 @@
-// What append stores, byte for byte: every source, format, view and head_dim; extremes; counts; RoPE; and that
-// nothing else is written.
+// What append stores, byte for byte: every source, format, view and head_dim; extremes; counts;
+// RoPE; and that nothing else is written.
 #include "rig.hpp"
 
 using namespace kvpool::tests;
@@ -31,8 +31,10 @@ Quantized quantize(const std::vector<float>& x, uint32_t kind, float static_scal
         for (size_t i = from; i < from + part; ++i) {
             if (isfinite(x[i])) amax = std::max(amax, fabsf(x[i]));
             done.nonfinite += isfinite(x[i]) ? 0 : 1;
-            done.saturated +=
-                kind == KVPOOL_SCALE_PER_TENSOR && isfinite(x[i]) && fabsf(x[i]) > 127.0f * static_scale ? 1 : 0;
+            done.saturated += kind == KVPOOL_SCALE_PER_TENSOR && isfinite(x[i]) &&
+                                      fabsf(x[i]) > 127.0f * static_scale
+                                  ? 1
+                                  : 0;
         }
         float scale = static_scale;
         if (kind != KVPOOL_SCALE_PER_TENSOR) {
@@ -47,7 +49,8 @@ Quantized quantize(const std::vector<float>& x, uint32_t kind, float static_scal
         }
         for (size_t i = from; i < from + part; ++i) {
             double y = 0;
-            if (scale != 0 && !isnan(x[i])) y = nearbyintf(std::min(127.0f, std::max(-127.0f, x[i] / scale)));
+            if (scale != 0 && !isnan(x[i]))
+                y = nearbyintf(std::min(127.0f, std::max(-127.0f, x[i] / scale)));
             done.q.push_back(static_cast<int8_t>(y));
         }
     }
@@ -55,12 +58,13 @@ Quantized quantize(const std::vector<float>& x, uint32_t kind, float static_scal
 }
 
 // The bytes of a vector and of its scales.
-void expected(const Shape& shape, const std::vector<float>& x, uint32_t dtype, bool is_v, std::vector<uint8_t>& data,
-              std::vector<uint8_t>& scales, uint64_t (&counts)[2]) {
+void expected(const Shape& shape, const std::vector<float>& x, uint32_t dtype, bool is_v,
+              std::vector<uint8_t>& data, std::vector<uint8_t>& scales, uint64_t (&counts)[2]) {
     data.clear();
     scales.clear();
     const auto add = [](std::vector<uint8_t>& to, const void* from, size_t n) {
-        to.insert(to.end(), static_cast<const uint8_t*>(from), static_cast<const uint8_t*>(from) + n);
+        to.insert(to.end(), static_cast<const uint8_t*>(from),
+                  static_cast<const uint8_t*>(from) + n);
     };
     if (shape.format.element == KVPOOL_FORMAT_INT8) {
         const Quantized done = quantize(x, shape.format.scale, is_v ? V_SCALE : K_SCALE);
@@ -79,11 +83,12 @@ void expected(const Shape& shape, const std::vector<float>& x, uint32_t dtype, b
     }
 }
 
-const float EXTREMES[] = {0.0f, -0.0f, 1e-40f, 1e4f, -65504.0f, 65520.0f, 3e38f, -3e38f, 1e-30f,
-                          INFINITY, -INFINITY, NAN, 127.5f, 0.5f, 1.5f, 2.5f, 1e-38f};
+const float EXTREMES[] = {0.0f,   -0.0f,  1e-40f, 1e4f,     -65504.0f, 65520.0f,
+                          3e38f,  -3e38f, 1e-30f, INFINITY, -INFINITY, NAN,
+                          127.5f, 0.5f,   1.5f,   2.5f,     1e-38f};
 
-void check_append(uint32_t dtype, const Format& format, uint32_t addressing, uint32_t head_dim, uint32_t heads,
-                  bool extremes, uint32_t rope) {
+void check_append(uint32_t dtype, const Format& format, uint32_t addressing, uint32_t head_dim,
+                  uint32_t heads, bool extremes, uint32_t rope) {
     Device device;
     Shape shape = {format, addressing, 16, head_dim, heads, 2, 3, 0, 9};
     if (addressing != KVPOOL_ADDRESSING_BLOCKS) shape.unit_tokens = 61;
@@ -138,24 +143,31 @@ void check_append(uint32_t dtype, const Format& format, uint32_t addressing, uin
                 }
                 std::vector<uint8_t> data, scales;
                 expected(shape, x, dtype, is_v, data, scales, counts);
-                const auto to = [&](const uint8_t* p) { return want.data() + (p - pool.bytes.host()); };
+                const auto to = [&](const uint8_t* p) {
+                    return want.data() + (p - pool.bytes.host());
+                };
                 const Token& t = tokens[token];
                 memcpy(to(pool.row(t.seq, 1, is_v, head, t.position)), data.data(), data.size());
                 if (!scales.empty()) {
-                    memcpy(to(pool.scales(t.seq, 1, is_v, head, t.position)), scales.data(), scales.size());
+                    memcpy(to(pool.scales(t.seq, 1, is_v, head, t.position)), scales.data(),
+                           scales.size());
                 }
             }
         }
     }
     run.launch(pool, 1 + head_dim % 4);
     char what[200];
-    snprintf(what, sizeof what, "%s, %s%s, addressing %u, dim %u, heads %u, extremes %d, rope %u", run.kernel(pool).c_str(),
-             format.name, scale_name(format.scale), addressing, head_dim, heads, extremes, rope);
+    snprintf(what, sizeof what, "%s, %s%s, addressing %u, dim %u, heads %u, extremes %d, rope %u",
+             run.kernel(pool).c_str(), format.name, scale_name(format.scale), addressing, head_dim,
+             heads, extremes, rope);
     for (size_t i = 0; i < want.size(); ++i) {
-        CHECK(want[i] == pool.bytes[i], "%s: byte %zu of the pool is %u, wanted %u", what, i, pool.bytes[i], want[i]);
+        CHECK(want[i] == pool.bytes[i], "%s: byte %zu of the pool is %u, wanted %u", what, i,
+              pool.bytes[i], want[i]);
     }
-    CHECK(run.counts[0] == counts[0] && run.counts[1] == counts[1], "%s: counts %llu %llu, wanted %llu %llu", what,
-          static_cast<unsigned long long>(run.counts[0]), static_cast<unsigned long long>(run.counts[1]),
+    CHECK(run.counts[0] == counts[0] && run.counts[1] == counts[1],
+          "%s: counts %llu %llu, wanted %llu %llu", what,
+          static_cast<unsigned long long>(run.counts[0]),
+          static_cast<unsigned long long>(run.counts[1]),
           static_cast<unsigned long long>(counts[0]), static_cast<unsigned long long>(counts[1]));
 }
 
@@ -166,17 +178,27 @@ int main() {
     for (const uint32_t dtype : {0u, 1u, 2u}) {
         for (const Format& format : FORMATS) {
             for (const uint32_t addressing : {0u, 1u, 2u}) {
-                for (const auto& [dim, heads] : {std::pair{64u, 2u}, {8u, 3u}, {80u, 1u}, {96u, 3u}, {128u, 8u}, {256u, 1u}, {320u, 2u}, {1024u, 1u}}) {
+                for (const auto& [dim, heads] : {std::pair{64u, 2u},
+                                                 {8u, 3u},
+                                                 {80u, 1u},
+                                                 {96u, 3u},
+                                                 {128u, 8u},
+                                                 {256u, 1u},
+                                                 {320u, 2u},
+                                                 {1024u, 1u}}) {
                     if (format.scale == KVPOOL_SCALE_PER_GROUP_32 && dim % 32 != 0) continue;
                     check_append(dtype, format, addressing, dim, heads, false, KVPOOL_ROPE_NONE);
-                    // (NaNs keep their bits where nothing is converted; elsewhere any NaN will do, and is not compared.)
+                    // (NaNs keep their bits where nothing is converted; elsewhere any NaN will do,
+                    // and is not compared.)
                     if (format.element == KVPOOL_FORMAT_INT8) {
                         check_append(dtype, format, addressing, dim, heads, true, KVPOOL_ROPE_NONE);
                     }
                     cases += 2;
                     if (dim % 32 == 0 && addressing == 0) {
-                        check_append(dtype, format, addressing, dim, heads, false, KVPOOL_ROPE_HALVES);
-                        check_append(dtype, format, addressing, dim, heads, false, KVPOOL_ROPE_PAIRS);
+                        check_append(dtype, format, addressing, dim, heads, false,
+                                     KVPOOL_ROPE_HALVES);
+                        check_append(dtype, format, addressing, dim, heads, false,
+                                     KVPOOL_ROPE_PAIRS);
                         cases += 2;
                     }
                 }

@@ -1,5 +1,5 @@
-// Attention against the exact answer: formats, views, block sizes, head_dims, groups, windows and sinks, tails,
-// types of queries and outputs. Whatever is not held is NaN.
+// Attention against the exact answer: formats, views, block sizes, head_dims, groups, windows and
+// sinks, tails, types of queries and outputs. Whatever is not held is NaN.
 #include "attend_rig.hpp"
 
 using namespace kvpool::tests;
@@ -10,29 +10,34 @@ struct Case {
     uint32_t head_dim, num_kv_heads, q_per_kv;
 };
 
-Shape shape_of(const Format& format, uint32_t head_dim, uint32_t num_kv_heads, uint32_t unit_tokens, uint32_t length,
-               uint32_t sequences) {
+Shape shape_of(const Format& format, uint32_t head_dim, uint32_t num_kv_heads, uint32_t unit_tokens,
+               uint32_t length, uint32_t sequences) {
     const uint32_t blocks = (length + unit_tokens - 1) / unit_tokens;
-    return {format, KVPOOL_ADDRESSING_BLOCKS, unit_tokens, head_dim, num_kv_heads, 2, 0, 0, blocks * sequences + 1};
+    return {format, KVPOOL_ADDRESSING_BLOCKS, unit_tokens, head_dim, num_kv_heads, 2, 0,
+            0,      blocks * sequences + 1};
 }
 
 std::string text(const Pool& pool, const AttendCall& call, const Deal& deal) {
     char buffer[300];
-    snprintf(buffer, sizeof buffer, "%s%s, addressing %u of %u, dim %u, heads %u x %u, window %u, %s, %s%s", pool.shape.format.name,
-             scale_name(pool.shape.format.scale), pool.shape.addressing, pool.shape.unit_tokens, pool.shape.head_dim,
-             pool.shape.num_kv_heads, call.q_per_kv, call.window, dtype_name(call.q_dtype),
+    snprintf(buffer, sizeof buffer,
+             "%s%s, addressing %u of %u, dim %u, heads %u x %u, window %u, %s, %s%s",
+             pool.shape.format.name, scale_name(pool.shape.format.scale), pool.shape.addressing,
+             pool.shape.unit_tokens, pool.shape.head_dim, pool.shape.num_kv_heads, call.q_per_kv,
+             call.window, dtype_name(call.q_dtype),
              deal.tensor ? (deal.m == 1 ? "x1" : "x2") : "plain", deal.split ? ", splits" : "");
     return buffer;
 }
 
-// Fills sequence 0 with `length` tokens and lets the last `rows` of them attend, in every way there is.
-void check_all_ways(Device& device, const Shape& shape, AttendCall call, uint32_t length, uint32_t rows,
-                    uint64_t base = Pool::BASE) {
+// Fills sequence 0 with `length` tokens and lets the last `rows` of them attend, in every way there
+// is.
+void check_all_ways(Device& device, const Shape& shape, AttendCall call, uint32_t length,
+                    uint32_t rows, uint64_t base = Pool::BASE) {
     Pool pool(device, shape, 1, 7, base);
     std::vector<Token> tokens;
     // A ring holds the latest only.
     uint32_t from = 0;
-    if (shape.addressing == KVPOOL_ADDRESSING_RING && length > shape.ring_tokens + shape.sink_tokens) {
+    if (shape.addressing == KVPOOL_ADDRESSING_RING &&
+        length > shape.ring_tokens + shape.sink_tokens) {
         from = length - shape.ring_tokens;
         for (uint32_t i = 0; i < shape.sink_tokens; ++i) tokens.push_back({0, i});
     }
@@ -74,8 +79,10 @@ void check_no_finite_score(const Format& format) {
             // The row at hand whose query's element 3 is positive, or else turned.
             call.q_factor = query(0, 19, 0, 3) > 0 ? 1.0f : -1.0f;
             const Answer answer = AttendRun(pool, call, {{0, 19, 1}}, deal).launch();
-            for (const float x : answer.out) CHECK(x == 0, "%s, tensor %d: %g", format.name, tensor, x);
-            CHECK(answer.lse[0] == -INFINITY, "%s, tensor %d: lse %g", format.name, tensor, answer.lse[0]);
+            for (const float x : answer.out)
+                CHECK(x == 0, "%s, tensor %d: %g", format.name, tensor, x);
+            CHECK(answer.lse[0] == -INFINITY, "%s, tensor %d: lse %g", format.name, tensor,
+                  answer.lse[0]);
         }
     }
 }
@@ -86,9 +93,9 @@ int main() {
     uint32_t cases = 0;
     for (const Format& format : FORMATS) {
         const bool groups = format.scale == KVPOOL_SCALE_PER_GROUP_32;
-        for (const Case& c : {Case{64, 1, 1}, Case{80, 2, 3}, Case{96, 1, 8}, Case{128, 2, 4}, Case{256, 1, 2},
-                              Case{8, 3, 2}, Case{24, 1, 5}, Case{32, 2, 1}, Case{128, 1, 20}, Case{264, 1, 1},
-                              Case{512, 1, 3}}) {
+        for (const Case& c : {Case{64, 1, 1}, Case{80, 2, 3}, Case{96, 1, 8}, Case{128, 2, 4},
+                              Case{256, 1, 2}, Case{8, 3, 2}, Case{24, 1, 5}, Case{32, 2, 1},
+                              Case{128, 1, 20}, Case{264, 1, 1}, Case{512, 1, 3}}) {
             if (groups && c.head_dim % 32 != 0) continue;
             // (A device a case: what a case has allocated goes with it.)
             const uint32_t block = 1u << (cases % 8);
@@ -99,20 +106,24 @@ int main() {
                 call.q_dtype = cases % 3;
                 call.out_dtype = cases / 2 % 3;
                 call.softmax_scale = 1.0f / sqrtf(static_cast<float>(c.head_dim));
-                check_all_ways(device, shape_of(format, c.head_dim, c.num_kv_heads, block, length, 1), call, length, rows);
+                check_all_ways(device,
+                               shape_of(format, c.head_dim, c.num_kv_heads, block, length, 1), call,
+                               length, rows);
                 ++cases;
             }
         }
         // Windows with and without sinks, in blocks, in a slot and in a ring.
         for (const uint32_t sinks : {0u, 5u}) {
             for (const uint32_t window : {1u, 40u, 600u}) {
-                for (const uint32_t addressing : {KVPOOL_ADDRESSING_BLOCKS, KVPOOL_ADDRESSING_SLOT, KVPOOL_ADDRESSING_RING}) {
+                for (const uint32_t addressing :
+                     {KVPOOL_ADDRESSING_BLOCKS, KVPOOL_ADDRESSING_SLOT, KVPOOL_ADDRESSING_RING}) {
                     Device device;
                     const uint32_t length = 1100, rows = 9;
                     Shape shape = shape_of(format, 64, 2, 16, length, 1);
                     shape.addressing = addressing;
                     shape.sink_tokens = sinks;
-                    if (addressing == KVPOOL_ADDRESSING_SLOT) shape.unit_tokens = length, shape.units = 2;
+                    if (addressing == KVPOOL_ADDRESSING_SLOT)
+                        shape.unit_tokens = length, shape.units = 2;
                     if (addressing == KVPOOL_ADDRESSING_RING) {
                         shape.ring_tokens = window + rows;
                         shape.unit_tokens = sinks + shape.ring_tokens;
@@ -139,7 +150,8 @@ int main() {
         {
             // Offsets beyond 32 bits.
             Device device(8ull << 30);
-            check_all_ways(device, shape_of(format, 64, 2, 16, 100, 1), AttendCall(), 100, 3, (5ull << 30) + 4096);
+            check_all_ways(device, shape_of(format, 64, 2, 16, 100, 1), AttendCall(), 100, 3,
+                           (5ull << 30) + 4096);
             ++cases;
         }
         if (format.element != KVPOOL_FORMAT_INT8) check_no_finite_score(format);

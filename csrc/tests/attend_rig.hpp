@@ -32,9 +32,12 @@ struct Chunk {
 };
 
 inline bool has_tensor_path(const Shape& shape) {
-    return shape.format.element != KVPOOL_FORMAT_F32 && shape.head_dim % 16 == 0 && shape.head_dim <= 256;
+    return shape.format.element != KVPOOL_FORMAT_F32 && shape.head_dim % 16 == 0 &&
+           shape.head_dim <= 256;
 }
-inline uint32_t tensor_width(uint32_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+inline uint32_t tensor_width(uint32_t head_dim) {
+    return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
 inline uint32_t plain_width(const Shape& shape) {
     const bool f32 = shape.format.element == KVPOOL_FORMAT_F32;
     return f32 && shape.head_dim <= 128 ? 128 : shape.head_dim <= 256 ? 256 : 1024;
@@ -70,7 +73,8 @@ struct AttendRun {
     KvpoolCombineParams combine{};
     std::vector<KvpoolItem> items, combined;
 
-    AttendRun(Pool& pool, const AttendCall& call, const std::vector<Chunk>& chunks, const Deal& deal)
+    AttendRun(Pool& pool, const AttendCall& call, const std::vector<Chunk>& chunks,
+              const Deal& deal)
         : pool(pool), call(call), deal(deal), chunks(chunks) {
         for (const Chunk& chunk : chunks) rows += chunk.rows;
         num_q_heads = call.q_per_kv * pool.shape.num_kv_heads;
@@ -97,7 +101,8 @@ struct AttendRun {
     bool split_is_seen(const Chunk& chunk, uint32_t first, uint32_t count, uint32_t split) const {
         const uint32_t early = chunk.first_position + first / call.q_per_kv;
         const uint32_t late = chunk.first_position + (first + count - 1) / call.q_per_kv;
-        for (uint32_t key = split * KVPOOL_SPLIT_TOKENS; key < (split + 1) * KVPOOL_SPLIT_TOKENS; ++key) {
+        for (uint32_t key = split * KVPOOL_SPLIT_TOKENS; key < (split + 1) * KVPOOL_SPLIT_TOKENS;
+             ++key) {
             for (uint32_t position = early; position <= late; ++position) {
                 if (sees_key(pool.shape, call.window, position, key)) return true;
             }
@@ -139,11 +144,17 @@ struct AttendRun {
         std::vector<uint32_t> tables = {12345};
         uint32_t row = 0;
         for (const Chunk& chunk : chunks) {
-            KvpoolSeq seq = {pool.tables[chunk.seq][0], row, chunk.rows, chunk.first_position,
-                             static_cast<uint32_t>(tables.size()), 0};
+            KvpoolSeq seq = {pool.tables[chunk.seq][0],
+                             row,
+                             chunk.rows,
+                             chunk.first_position,
+                             static_cast<uint32_t>(tables.size()),
+                             0};
             if (shape.addressing == KVPOOL_ADDRESSING_BLOCKS) {
-                // A windowed sequence's blocks that nobody sees are gone: the kernel must not look there.
-                for (uint32_t block = 0; block * shape.unit_tokens < chunk.first_position + chunk.rows; ++block) {
+                // A windowed sequence's blocks that nobody sees are gone: the kernel must not look
+                // there.
+                for (uint32_t block = 0;
+                     block * shape.unit_tokens < chunk.first_position + chunk.rows; ++block) {
                     bool seen = false;
                     for (uint32_t i = 0; i < shape.unit_tokens; ++i) {
                         for (uint32_t r = 0; r < chunk.rows; ++r) {
@@ -235,15 +246,17 @@ struct AttendRun {
                 }
                 for (uint32_t r = 0; r < chunk.rows; ++r) {
                     for (uint32_t head = 0; head < call.q_per_kv; ++head) {
-                        check_row(answer, what, row + r, kv_head * call.q_per_kv + head, chunk.first_position + r, k, v);
+                        check_row(answer, what, row + r, kv_head * call.q_per_kv + head,
+                                  chunk.first_position + r, k, v);
                     }
                 }
             }
             row += chunk.rows;
         }
     }
-    void check_row(const Answer& answer, const std::string& what, uint32_t row, uint32_t q_head, uint32_t position,
-                   const std::vector<std::vector<double>>& k, const std::vector<std::vector<double>>& v) const {
+    void check_row(const Answer& answer, const std::string& what, uint32_t row, uint32_t q_head,
+                   uint32_t position, const std::vector<std::vector<double>>& k,
+                   const std::vector<std::vector<double>>& v) const {
         const Shape& shape = pool.shape;
         const size_t at = (static_cast<size_t>(row) * num_q_heads + q_head) * shape.head_dim;
         std::vector<double> scores(position + 1, -INFINITY);
@@ -267,23 +280,27 @@ struct AttendRun {
             }
         }
         double tolerance = shape.format.tolerance * largest;
-        if (call.out_dtype != KVPOOL_DTYPE_F32) tolerance += call.out_dtype == KVPOOL_DTYPE_F16 ? 5e-4 : 4e-3;
+        if (call.out_dtype != KVPOOL_DTYPE_F32)
+            tolerance += call.out_dtype == KVPOOL_DTYPE_F16 ? 5e-4 : 4e-3;
         for (uint32_t i = 0; i < shape.head_dim; ++i) {
             const double want = out[i] / sum, got = answer.out[at + i];
-            CHECK(fabs(got - want) <= tolerance, "%s: row %u, head %u, element %u: %.9g, wanted %.9g", what.c_str(), row,
-                  q_head, i, got, want);
+            CHECK(fabs(got - want) <= tolerance,
+                  "%s: row %u, head %u, element %u: %.9g, wanted %.9g", what.c_str(), row, q_head,
+                  i, got, want);
         }
         const double lse = answer.lse[static_cast<size_t>(row) * num_q_heads + q_head];
         const double want = max + log(sum);
-        CHECK(fabs(lse - want) <= 3e-6 * (1 + fabs(want)), "%s: row %u, head %u: lse %.9g, wanted %.9g",
-              what.c_str(), row, q_head, lse, want);
+        CHECK(fabs(lse - want) <= 3e-6 * (1 + fabs(want)),
+              "%s: row %u, head %u: lse %.9g, wanted %.9g", what.c_str(), row, q_head, lse, want);
     }
 };
 
-inline void check_same(const std::vector<float>& a, const std::vector<float>& b, const std::string& what) {
+inline void check_same(const std::vector<float>& a, const std::vector<float>& b,
+                       const std::string& what) {
     CHECK(a.size() == b.size(), "%s: %zu and %zu numbers", what.c_str(), a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) {
-        CHECK(memcmp(&a[i], &b[i], 4) == 0, "%s: number %zu: %.9g and %.9g", what.c_str(), i, a[i], b[i]);
+        CHECK(memcmp(&a[i], &b[i], 4) == 0, "%s: number %zu: %.9g and %.9g", what.c_str(), i, a[i],
+              b[i]);
     }
 }
 

@@ -1,5 +1,6 @@
-// One answer (P5), bit for bit: whatever the view, the block size, the batch, the chunks of a prompt, how items are
-// dealt out, the order in which threads run, and what lies in places that are not held.
+// One answer (P5), bit for bit: whatever the view, the block size, the batch, the chunks of a
+// prompt, how items are dealt out, the order in which threads run, and what lies in places that are
+// not held.
 #include "attend_rig.hpp"
 
 using namespace kvpool::tests;
@@ -23,19 +24,29 @@ struct Setting {
 Answer answer(const Format& format, uint32_t head_dim, uint32_t q_per_kv, const Setting& setting) {
     Device device;
     device.seed = setting.seed;
-    Shape shape = {format, setting.addressing, setting.unit_tokens, head_dim, 2, 2, setting.sinks, 0,
+    Shape shape = {format,
+                   setting.addressing,
+                   setting.unit_tokens,
+                   head_dim,
+                   2,
+                   2,
+                   setting.sinks,
+                   0,
                    SEQUENCES * ((LENGTH + setting.unit_tokens - 1) / setting.unit_tokens)};
-    if (setting.addressing == KVPOOL_ADDRESSING_SLOT) shape.unit_tokens = LENGTH + 3, shape.units = SEQUENCES + 1;
+    if (setting.addressing == KVPOOL_ADDRESSING_SLOT)
+        shape.unit_tokens = LENGTH + 3, shape.units = SEQUENCES + 1;
     if (setting.addressing == KVPOOL_ADDRESSING_RING) {
         // (No longer than what is appended, so that nothing is overwritten.)
         shape.ring_tokens = LENGTH;
         shape.unit_tokens = setting.sinks + LENGTH;
         shape.units = SEQUENCES;
     }
-    Pool pool(device, shape, SEQUENCES, static_cast<uint32_t>(setting.unit_tokens + setting.addressing));
+    Pool pool(device, shape, SEQUENCES,
+              static_cast<uint32_t>(setting.unit_tokens + setting.addressing));
     std::vector<Token> tokens;
     for (const Chunk& chunk : setting.chunks) {
-        for (uint32_t i = 0; i < chunk.first_position + chunk.rows; ++i) tokens.push_back({chunk.seq, i});
+        for (uint32_t i = 0; i < chunk.first_position + chunk.rows; ++i)
+            tokens.push_back({chunk.seq, i});
     }
     AppendRun run(pool, KVPOOL_DTYPE_F32, tokens, 1);
     if (setting.nan_at_end) {
@@ -61,10 +72,12 @@ std::vector<float> tail(const std::vector<float>& x, size_t rows, size_t from) {
     return {x.begin() + static_cast<long>(from * each), x.end()};
 }
 
-void check_one(const Format& format, uint32_t head_dim, uint32_t q_per_kv, uint32_t window, uint32_t sinks, bool tensor) {
+void check_one(const Format& format, uint32_t head_dim, uint32_t q_per_kv, uint32_t window,
+               uint32_t sinks, bool tensor) {
     char what[200];
-    snprintf(what, sizeof what, "%s%s, dim %u, group %u, window %u, sinks %u, %s", format.name, scale_name(format.scale),
-             head_dim, q_per_kv, window, sinks, tensor ? "tensor" : "plain");
+    snprintf(what, sizeof what, "%s%s, dim %u, group %u, window %u, sinks %u, %s", format.name,
+             scale_name(format.scale), head_dim, q_per_kv, window, sinks,
+             tensor ? "tensor" : "plain");
     const std::string name = what;
     Setting base;
     base.window = window;
@@ -112,7 +125,9 @@ void check_one(const Format& format, uint32_t head_dim, uint32_t q_per_kv, uint3
             Setting other = base;
             const uint32_t rows = std::min(step, 20 - done);
             other.chunks = {{1, LENGTH - 20 + done, rows}};
-            if (step == 7) other.chunks.insert(other.chunks.begin(), {0, 40 + done, 3}), other.chunks.push_back({2, 5, 1});
+            if (step == 7)
+                other.chunks.insert(other.chunks.begin(), {0, 40 + done, 3}),
+                    other.chunks.push_back({2, 5, 1});
             const Answer part = answer(format, head_dim, q_per_kv, other);
             const size_t all = step == 7 ? rows + 4 : rows, skip = step == 7 ? 3 : 0;
             const auto add = [&](std::vector<float>& to, const std::vector<float>& from) {
@@ -134,9 +149,11 @@ void check_one(const Format& format, uint32_t head_dim, uint32_t q_per_kv, uint3
         const Answer got = answer(format, head_dim, q_per_kv, other);
         const size_t each = want.out.size() / 20;
         check_same({want.out.begin(), want.out.begin() + static_cast<long>(19 * each)},
-                   {got.out.begin(), got.out.begin() + static_cast<long>(19 * each)}, name + ": NaN in the last token");
+                   {got.out.begin(), got.out.begin() + static_cast<long>(19 * each)},
+                   name + ": NaN in the last token");
         if (format.element != KVPOOL_FORMAT_INT8) {
-            CHECK(isnan(tail(got.out, 20, 19)[0]), "%s: the NaN's own row is %g", what, tail(got.out, 20, 19)[0]);
+            CHECK(isnan(tail(got.out, 20, 19)[0]), "%s: the NaN's own row is %g", what,
+                  tail(got.out, 20, 19)[0]);
         }
     }
     printf("%s: one answer\n", what);

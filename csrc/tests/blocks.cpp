@@ -13,7 +13,8 @@ void check_copies(const Format& format, uint32_t unit_tokens, uint32_t head_dim)
     Device device;
     Pool pool(device, shape_of(format, unit_tokens, head_dim), 1, 1);
     Random random{unit_tokens + head_dim};
-    for (size_t i = 0; i < pool.bytes.size(); ++i) pool.bytes[i] = static_cast<uint8_t>(random.next());
+    for (size_t i = 0; i < pool.bytes.size(); ++i)
+        pool.bytes[i] = static_cast<uint8_t>(random.next());
     std::vector<KvpoolCopyPair> pairs;
     const uint32_t some = (unit_tokens + 1) / 2;
     pairs.push_back({0, 7, 0, unit_tokens});
@@ -25,7 +26,8 @@ void check_copies(const Format& format, uint32_t unit_tokens, uint32_t head_dim)
     const KvpoolKvGroup& group = pool.group;
     for (const KvpoolCopyPair& pair : pairs) {
         for (uint32_t kind = 0; kind < 2 * 2 * 3; ++kind) {
-            for (uint32_t token = pair.first_token; token < pair.first_token + pair.num_tokens; ++token) {
+            for (uint32_t token = pair.first_token; token < pair.first_token + pair.num_tokens;
+                 ++token) {
                 const uint64_t row = static_cast<uint64_t>(kind) * unit_tokens + token;
                 const auto copy = [&](uint64_t at, uint64_t bytes) {
                     memcpy(&want[Pool::BASE + pair.dst_unit * group.unit_bytes + at],
@@ -33,7 +35,8 @@ void check_copies(const Format& format, uint32_t unit_tokens, uint32_t head_dim)
                 };
                 copy(row * group.row_bytes, group.row_bytes);
                 if (group.scales_per_row > 0) {
-                    copy(group.scales_at + row * group.scales_per_row * 2, group.scales_per_row * 2);
+                    copy(group.scales_at + row * group.scales_per_row * 2,
+                         group.scales_per_row * 2);
                 }
             }
         }
@@ -46,8 +49,8 @@ void check_copies(const Format& format, uint32_t unit_tokens, uint32_t head_dim)
     params.num_pairs = static_cast<uint32_t>(pairs.size());
     run(device, "kvpool_copy_pairs", {2, 3}, {256}, 0, params);
     for (size_t i = 0; i < want.size(); ++i) {
-        CHECK(want[i] == pool.bytes[i], "copy of %s%s, %u tokens, dim %u: byte %zu", format.name, scale_name(format.scale),
-              unit_tokens, head_dim, i);
+        CHECK(want[i] == pool.bytes[i], "copy of %s%s, %u tokens, dim %u: byte %zu", format.name,
+              scale_name(format.scale), unit_tokens, head_dim, i);
     }
 }
 
@@ -82,8 +85,9 @@ void check_gather(const Format& format, uint32_t addressing, uint32_t head_dim) 
                 const std::vector<double> want = pool.vector(0, 1, is_v, head, 20 + token);
                 for (uint32_t i = 0; i < head_dim; ++i) {
                     const float got = out[(token * 3 + head) * head_dim + i];
-                    CHECK(got == static_cast<float>(want[i]), "gather of %s, token %u, head %u, element %u: %g, wanted %g",
-                          format.name, token, head, i, got, want[i]);
+                    CHECK(got == static_cast<float>(want[i]),
+                          "gather of %s, token %u, head %u, element %u: %g, wanted %g", format.name,
+                          token, head, i, got, want[i]);
                 }
             }
         }
@@ -95,12 +99,15 @@ void check_fill() {
     auto bytes = device.array<uint8_t>(5000);
     std::vector<uint8_t> want(5000);
     for (size_t i = 0; i < 5000; ++i) bytes[i] = want[i] = static_cast<uint8_t>(i % 251);
-    const std::vector<KvpoolRange> ranges = {{0, 1}, {17, 3}, {100, 1}, {129, 1000}, {1200, 16}, {1300, 0}, {2049, 2951}};
+    const std::vector<KvpoolRange> ranges = {{0, 1},     {17, 3},   {100, 1},    {129, 1000},
+                                             {1200, 16}, {1300, 0}, {2049, 2951}};
     for (const KvpoolRange& range : ranges) memset(&want[range.offset], 0xAB, range.bytes);
     auto device_ranges = device.array(ranges);
-    const KvpoolFillParams params = {bytes.address(), device_ranges.address(), static_cast<uint32_t>(ranges.size()), 0xAB};
+    const KvpoolFillParams params = {bytes.address(), device_ranges.address(),
+                                     static_cast<uint32_t>(ranges.size()), 0xAB};
     run(device, "kvpool_fill", {2, 4}, {64}, 0, params);
-    for (size_t i = 0; i < 5000; ++i) CHECK(bytes[i] == want[i], "fill: byte %zu is %u, wanted %u", i, bytes[i], want[i]);
+    for (size_t i = 0; i < 5000; ++i)
+        CHECK(bytes[i] == want[i], "fill: byte %zu is %u, wanted %u", i, bytes[i], want[i]);
 }
 
 }  // namespace

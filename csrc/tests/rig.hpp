@@ -1,6 +1,8 @@
-// What the tests of kernels share: layouts, sequences and their places, work lists, and plain references in double.
+// What the tests of kernels share: layouts, sequences and their places, work lists, and plain
+// references in double.
 //
-// Addresses are computed here once more, from the picture of src/plan/layout.rs rather than with the kernels' code.
+// Addresses are computed here once more, from the picture of src/plan/layout.rs rather than with
+// the kernels' code.
 #pragma once
 
 #include <math.h>
@@ -24,14 +26,14 @@ using emu::Device;
 using emu::Dim3;
 
 // Ends the program with a message.
-#define CHECK(condition, ...)                                            \
-    do {                                                                 \
-        if (!(condition)) {                                              \
+#define CHECK(condition, ...)                                               \
+    do {                                                                    \
+        if (!(condition)) {                                                 \
             fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            fprintf(stderr, __VA_ARGS__);                                \
-            fputc('\n', stderr);                                         \
-            exit(1);                                                     \
-        }                                                                \
+            fprintf(stderr, __VA_ARGS__);                                   \
+            fputc('\n', stderr);                                            \
+            exit(1);                                                        \
+        }                                                                   \
     } while (0)
 
 struct Random {
@@ -47,12 +49,12 @@ struct Random {
 
 // How vectors are stored.
 struct Format {
-    const char* name;      // in the names of attention kernels
-    const char* stored;    // in the names of the others
-    uint32_t element;      // KVPOOL_FORMAT_*
-    uint32_t scale;        // KVPOOL_SCALE_*
+    const char* name;    // in the names of attention kernels
+    const char* stored;  // in the names of the others
+    uint32_t element;    // KVPOOL_FORMAT_*
+    uint32_t scale;      // KVPOOL_SCALE_*
     uint32_t bytes;
-    double tolerance;      // of attention, beside the exact result of what is stored; |v| is at most 1
+    double tolerance;  // of attention, beside the exact result of what is stored; |v| is at most 1
 };
 constexpr Format FORMATS[] = {
     {"f32", "f32", KVPOOL_FORMAT_F32, KVPOOL_SCALE_NONE, 4, 2e-6},
@@ -125,9 +127,13 @@ struct Pool {
     static constexpr uint64_t BASE = 4096;
     uint64_t base;  // byte offset of unit 0
 
-    Pool(Device& device, const Shape& shape, uint32_t sequences, uint32_t seed, uint64_t base = BASE)
-        : shape(shape), group(layout_of(shape, base)), device(device),
-          bytes(device.array<uint8_t>(base + group.unit_bytes * shape.units)), base(base) {
+    Pool(Device& device, const Shape& shape, uint32_t sequences, uint32_t seed,
+         uint64_t base = BASE)
+        : shape(shape),
+          group(layout_of(shape, base)),
+          device(device),
+          bytes(device.array<uint8_t>(base + group.unit_bytes * shape.units)),
+          base(base) {
         memset(bytes.host() + base, 0xFF, bytes.size() - base);
         // Units in no order.
         std::vector<uint32_t> units(shape.units);
@@ -135,7 +141,8 @@ struct Pool {
         Random random{seed};
         for (uint32_t i = shape.units; i > 1; --i) std::swap(units[i - 1], units[random.below(i)]);
         tables.resize(sequences);
-        const uint32_t each = shape.addressing == KVPOOL_ADDRESSING_BLOCKS ? shape.units / sequences : 1;
+        const uint32_t each =
+            shape.addressing == KVPOOL_ADDRESSING_BLOCKS ? shape.units / sequences : 1;
         for (uint32_t seq = 0; seq < sequences; ++seq) {
             tables[seq].assign(units.begin() + seq * each, units.begin() + (seq + 1) * each);
         }
@@ -169,14 +176,16 @@ struct Pool {
         return bytes.host() + base + unit * group.unit_bytes +
                row_index(layer, is_v, head, token) * shape.head_dim * shape.format.bytes;
     }
-    uint8_t* scales(uint32_t seq, uint32_t layer, bool is_v, uint32_t head, uint32_t position) const {
+    uint8_t* scales(uint32_t seq, uint32_t layer, bool is_v, uint32_t head,
+                    uint32_t position) const {
         uint32_t unit, token;
         place(seq, position, unit, token);
         return bytes.host() + base + unit * group.unit_bytes + group.scales_at +
                row_index(layer, is_v, head, token) * group.scales_per_row * 2;
     }
     // One vector as it is stored, widened.
-    std::vector<double> vector(uint32_t seq, uint32_t layer, bool is_v, uint32_t head, uint32_t position) const {
+    std::vector<double> vector(uint32_t seq, uint32_t layer, bool is_v, uint32_t head,
+                               uint32_t position) const {
         const uint8_t* data = row(seq, layer, is_v, head, position);
         const uint8_t* scale = scales(seq, layer, is_v, head, position);
         std::vector<double> x(shape.head_dim);
@@ -185,9 +194,15 @@ struct Pool {
             memcpy(&half, data + 2 * (shape.format.bytes == 2 ? i : 0), 2);
             float wide = 0;
             switch (shape.format.element) {
-                case KVPOOL_FORMAT_F32: memcpy(&wide, data + 4 * i, 4); break;
-                case KVPOOL_FORMAT_F16: wide = emu::f16_to_f32(half); break;
-                case KVPOOL_FORMAT_BF16: wide = emu::bf16_to_f32(half); break;
+                case KVPOOL_FORMAT_F32:
+                    memcpy(&wide, data + 4 * i, 4);
+                    break;
+                case KVPOOL_FORMAT_F16:
+                    wide = emu::f16_to_f32(half);
+                    break;
+                case KVPOOL_FORMAT_BF16:
+                    wide = emu::bf16_to_f32(half);
+                    break;
                 default: {
                     float s = is_v ? V_SCALE : K_SCALE;
                     if (group.scales_per_row > 0) {
@@ -213,12 +228,15 @@ struct Tensor {
 
     static uint32_t element_bytes(uint32_t dtype) { return dtype == KVPOOL_DTYPE_F32 ? 4 : 2; }
     Tensor(Device& device, uint32_t dtype, size_t size)
-        : dtype(dtype), bytes(device.array<uint8_t>(std::max<size_t>(1, size) * element_bytes(dtype))), size(size) {}
+        : dtype(dtype),
+          bytes(device.array<uint8_t>(std::max<size_t>(1, size) * element_bytes(dtype))),
+          size(size) {}
     void set(size_t i, float x) {
         if (dtype == KVPOOL_DTYPE_F32) {
             memcpy(bytes.host() + 4 * i, &x, 4);
         } else {
-            const uint16_t half = dtype == KVPOOL_DTYPE_F16 ? emu::f32_to_f16(x) : emu::f32_to_bf16(x);
+            const uint16_t half =
+                dtype == KVPOOL_DTYPE_F16 ? emu::f32_to_f16(x) : emu::f32_to_bf16(x);
             memcpy(bytes.host() + 2 * i, &half, 2);
         }
     }
@@ -239,9 +257,9 @@ inline const char* dtype_name(uint32_t dtype) {
     return NAMES[dtype];
 }
 
-
 template <class Params>
-void run(Device& device, const std::string& kernel, Dim3 grid, Dim3 block, uint32_t shared, const Params& params) {
+void run(Device& device, const std::string& kernel, Dim3 grid, Dim3 block, uint32_t shared,
+         const Params& params) {
     const emu::Fault fault = device.launch(kernel.c_str(), grid, block, shared, params);
     CHECK(fault.code == emu::FaultCode::None, "%s: %s", kernel.c_str(), fault.text.c_str());
 }
@@ -252,8 +270,10 @@ struct Token {
     uint32_t position;
 };
 
-// An element of K (0) or V (1) of a token: in -1..1, with the numbers that formats find hard here and there.
-inline float element(uint32_t seq, uint32_t position, uint32_t layer, uint32_t kind, uint32_t head, uint32_t i) {
+// An element of K (0) or V (1) of a token: in -1..1, with the numbers that formats find hard here
+// and there.
+inline float element(uint32_t seq, uint32_t position, uint32_t layer, uint32_t kind, uint32_t head,
+                     uint32_t i) {
     Random random{(((seq * 100003ull + position) * 8 + layer) * 2 + kind) * 512ull + head};
     random.state = random.state * 2654435761ull + i * 40503ull;
     random.next();
@@ -268,16 +288,20 @@ struct AppendRun {
     KvpoolAppendParams params;
 
     AppendRun(Pool& pool, uint32_t dtype, const std::vector<Token>& tokens, uint32_t layer)
-        : k(pool.device, dtype, size(pool, tokens)), v(pool.device, dtype, size(pool, tokens)),
+        : k(pool.device, dtype, size(pool, tokens)),
+          v(pool.device, dtype, size(pool, tokens)),
           slots(pool.device.array<uint64_t>(std::max<size_t>(1, tokens.size()))),
-          counts(pool.device.array<uint64_t>(2)), params{} {
+          counts(pool.device.array<uint64_t>(2)),
+          params{} {
         size_t at = 0;
         for (size_t token = 0; token < tokens.size(); ++token) {
             slots[token] = pool.token_slot(tokens[token].seq, tokens[token].position);
             for (uint32_t head = 0; head < pool.shape.num_kv_heads; ++head) {
                 for (uint32_t i = 0; i < pool.shape.head_dim; ++i, ++at) {
-                    k.set(at, element(tokens[token].seq, tokens[token].position, layer, 0, head, i));
-                    v.set(at, element(tokens[token].seq, tokens[token].position, layer, 1, head, i));
+                    k.set(at,
+                          element(tokens[token].seq, tokens[token].position, layer, 0, head, i));
+                    v.set(at,
+                          element(tokens[token].seq, tokens[token].position, layer, 1, head, i));
                 }
             }
         }
@@ -299,10 +323,13 @@ struct AppendRun {
     std::string kernel(const Pool& pool) const {
         return std::string("kvpool_append_") + dtype_name(k.dtype) + "_" + pool.shape.format.stored;
     }
-    void launch(Pool& pool, uint32_t grid) const { run(pool.device, kernel(pool), {grid}, {256}, 0, params); }
+    void launch(Pool& pool, uint32_t grid) const {
+        run(pool.device, kernel(pool), {grid}, {256}, 0, params);
+    }
 };
 
-inline void append(Pool& pool, uint32_t dtype, const std::vector<Token>& tokens, uint32_t layer, uint32_t grid = 3) {
+inline void append(Pool& pool, uint32_t dtype, const std::vector<Token>& tokens, uint32_t layer,
+                   uint32_t grid = 3) {
     AppendRun(pool, dtype, tokens, layer).launch(pool, grid);
 }
 
