@@ -27,7 +27,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::bench::{BenchError, manager::ManagerError};
 use crate::config::{self, Source};
-use crate::error::{ConfigError, JobError, PlanError};
+use crate::error::{ConfigError, JobError, OpenError, PlanError};
 
 /// A static pooled KV cache: plan it, run a job through it.
 #[derive(Debug, Parser)]
@@ -106,6 +106,8 @@ enum CliError {
     Plan(#[from] PlanError),
     #[error(transparent)]
     Job(#[from] JobError),
+    #[error(transparent)]
+    Open(#[from] OpenError),
     #[error(transparent)]
     Manager(#[from] ManagerError),
     #[error(transparent)]
