@@ -13,7 +13,8 @@
 //
 // Precision: products of halves are exact and summed in f32. Weights are multiplied in two halves
 // (see `split_halves`), and so is Q unless it has the halves' own type, so that what remains are
-// errors of f32.
+// errors of f32. An infinite element of V, which f16 and bf16 may hold, makes that element of the
+// result infinite or NaN in the rows that see it, and no other.
 #pragma once
 
 #include "tensor_tiles.cuh"

@@ -21,8 +21,8 @@
 //
 // "any": the kernels go through their work in strides of the grid, so that a grid may be chosen
 // once, for the device, and a captured graph stays valid whatever the batch. No result depends on
-// it. Good values: attend and combine as many in x as there are items (for a captured graph: as a step can have);
-// append, gather, copy, fill: min(work, 8 * multiprocessors).
+// it. Good values: attend and combine as many in x as there are items (for a captured graph: as a
+// step can have); append, gather, copy, fill: min(work, 8 * multiprocessors).
 // Kernels that use more than 48 KiB of shared memory need
 // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES set once.
 //
