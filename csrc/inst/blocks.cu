@@ -10,4 +10,4 @@ KV_KERNEL(kvpool_gather_f32, KvpoolGatherParams, 256) { gather<F32>(p); }
 KV_KERNEL(kvpool_gather_f16, KvpoolGatherParams, 256) { gather<F16>(p); }
 KV_KERNEL(kvpool_gather_bf16, KvpoolGatherParams, 256) { gather<Bf16>(p); }
 KV_KERNEL(kvpool_gather_i8, KvpoolGatherParams, 256) { gather<Int8>(p); }
-KV_KERNEL(kvpool_combine, KvpoolCombineParams, 128) { combine(p); }
+KV_KERNEL_BLOCKS(kvpool_combine, KvpoolCombineParams, 128, 4) { combine(p); }
