@@ -2,11 +2,38 @@
 
 use super::Step;
 use super::step::{expect_len, scale_or_default};
-use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor};
+use crate::device::{DType, DeviceAppend, DeviceAttend, DevicePrepare, DeviceTensor};
 use crate::error::CacheError;
 use crate::units::LayerIdx;
 
 impl Step<'_> {
+    /// Uploads what the device's kernels read of the step in all groups. From here on
+    /// [`Step::append_device`] and [`Step::attend_device`] put kernels into the stream and nothing
+    /// else, which take the step's numbers from the device's memory.
+    ///
+    /// So a graph can capture them, once. For a later step it is played again after that step has
+    /// been prepared, in place of these calls, with [`Step::mark_appended`] for each layer. The
+    /// tensors stay where they are, with room for the tokens of any step.
+    ///
+    /// # Errors
+    /// A device that computes in the host's memory, or what the driver says.
+    pub fn prepare(&mut self) -> Result<(), CacheError> {
+        let cache = &mut *self.cache;
+        for (index, group) in cache.plan.groups.iter().enumerate() {
+            cache.pool.device.prepare(&DevicePrepare {
+                step: cache.step_name,
+                layout: &group.layout,
+                window: group.window.unwrap_or(0),
+                num_q_heads: cache.plan.geometry.num_q_heads,
+                token_slots: &cache.batch.token_slots[index],
+                seqs: &cache.batch.seqs,
+                tables: &cache.tables[index],
+                table_row: group.max_blocks_per_seq,
+            })?;
+        }
+        Ok(())
+    }
+
     /// As [`Step::append`], with K and V in the device's memory. What INT8 counts of them is added
     /// to the counters by [`super::Cache::synchronize`].
     ///

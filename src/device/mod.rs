@@ -160,6 +160,27 @@ pub struct DeviceAppend<'a> {
     pub v: DeviceTensor,
 }
 
+/// What the kernels of a step read of one group.
+#[derive(Clone, Copy, Debug)]
+pub struct DevicePrepare<'a> {
+    /// Names the step; not 0.
+    pub step: u64,
+    /// As [`AttendArgs::layout`].
+    pub layout: &'a GroupLayout,
+    /// As [`AttendArgs::window`].
+    pub window: u32,
+    /// As [`AttendArgs::num_q_heads`].
+    pub num_q_heads: u32,
+    /// As [`AppendArgs::token_slots`]. `[tokens]`
+    pub token_slots: &'a [u64],
+    /// As [`AttendArgs::seqs`]. `[num_seqs]`
+    pub seqs: &'a [BatchSeq],
+    /// As [`AttendArgs::tables`]. `[seq_slots, table_row]`
+    pub tables: &'a [u32],
+    /// As [`AttendArgs::table_row`].
+    pub table_row: u32,
+}
+
 /// Attention whose tensors are in the device's own memory.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAttend<'a> {
@@ -218,6 +239,17 @@ pub trait Device: Send + fmt::Debug {
     /// [`DeviceError`] when the layout is not consistent or a block lies outside the pool, or a
     /// worker failed.
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError>;
+
+    /// Uploads what the kernels of a step read of one group, so that its appends and attentions
+    /// with tensors in the device's memory put nothing but kernels into the stream, with numbers
+    /// read from the device's memory: what a graph can capture and play again for later steps.
+    ///
+    /// # Errors
+    /// As [`Device::append`] and [`Device::attend`]; [`DeviceError::HostTensorsOnly`].
+    fn prepare(&mut self, args: &DevicePrepare<'_>) -> Result<(), DeviceError> {
+        let _ = args;
+        Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
+    }
 
     /// As [`Device::append`], with tensors in the device's memory: the work is put into the
     /// device's stream and not waited for. What it counts comes with [`Device::synchronize`].

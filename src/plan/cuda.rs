@@ -22,6 +22,8 @@ const MAX_PARTIALS_BYTES: u64 = 64 << 20;
 pub const CUDA_SEQ_BYTES: u64 = 24;
 /// See [`CUDA_SEQ_BYTES`].
 pub const CUDA_ITEM_BYTES: u64 = 24;
+/// Bytes of the numbers that lie ahead of a list, so that both go in one copy.
+pub const CUDA_COUNTS_BYTES: u64 = 16;
 /// Bytes of a pair of units to copy.
 pub const CUDA_PAIR_BYTES: u64 = 16;
 /// Copies that can be on their way to the GPU at once.
@@ -36,9 +38,13 @@ const TENSOR_SLOT_BYTES: u64 = 4 << 20;
 /// Where the tables of one group lie in the device's workspace, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct CudaTables {
-    /// Token slots. `[max_batch_tokens]`, 8 bytes each
+    /// The step's number of tokens, in [`CUDA_COUNTS_BYTES`].
+    pub num_tokens: u64,
+    /// Token slots, behind it. `[max_batch_tokens]`, 8 bytes each
     pub token_slots: u64,
-    /// Sequences of the step. `[seq_slots]`
+    /// The numbers of items and of items of the combination, in [`CUDA_COUNTS_BYTES`].
+    pub num_items: u64,
+    /// Sequences of the step, behind them. `[seq_slots]`
     pub seqs: u64,
     /// Their blocks, packed. `[seq_slots, max_blocks_per_seq]`, 4 bytes each
     pub tables: u64,
@@ -151,11 +157,14 @@ impl Plan {
         let mut table_slot_bytes = 0;
         for group in &self.groups {
             let entries = Bytes(seqs).try_mul(u64::from(group.max_blocks_per_seq))?.get();
-            let from = device.take(tokens, 8)?;
+            let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
             let attend = device.0;
+            let num_items = device.take(CUDA_COUNTS_BYTES + seqs * CUDA_SEQ_BYTES, 1)?;
             groups.push(CudaTables {
-                token_slots: from,
-                seqs: device.take(seqs, CUDA_SEQ_BYTES)?,
+                num_tokens: from,
+                token_slots: from + CUDA_COUNTS_BYTES,
+                num_items,
+                seqs: num_items + CUDA_COUNTS_BYTES,
                 tables: device.take(entries, 4)?,
                 items: device.take(max_items, CUDA_ITEM_BYTES)?,
                 combines: device.take(max_tiles, CUDA_ITEM_BYTES)?,
@@ -247,8 +256,8 @@ mod tests {
         let workspace = plan(32_768, 8192).cuda_workspace().expect("fits");
         let [group] = workspace.groups[..] else { panic!("one group") };
         let at = [
-            group.token_slots,
-            group.seqs,
+            group.num_tokens,
+            group.num_items,
             group.tables,
             group.items,
             group.combines,
@@ -262,7 +271,7 @@ mod tests {
         ];
         assert!(at.is_sorted_by(|a, b| a < b), "{at:?}");
         assert!(at.iter().all(|at| at.is_multiple_of(PART_ALIGN)), "{at:?}");
-        assert_eq!(group.tables - group.seqs, 64 * CUDA_SEQ_BYTES);
+        assert_eq!(group.seqs + 64 * CUDA_SEQ_BYTES, group.tables - (PART_ALIGN - 16));
         assert_eq!(group.items - group.tables, 64 * 2048 * 4);
         let sum: u64 = workspace.terms().iter().map(|(_, bytes)| bytes.get()).sum();
         assert_eq!(sum, workspace.device_bytes.get());

@@ -76,7 +76,12 @@ fn what_is_stored_equals_the_cpus_bytes_and_attention_its_reference() {
 
 /// Steps with tensors in device memory, nothing waited for until all have been put into the
 /// stream; gives the outputs of the last one, `[layers]`.
-fn drive_on_device(cache: &mut Cache, seqs: &[SeqHandle], steps: u32) -> Vec<Vec<f32>> {
+fn drive_on_device(
+    cache: &mut Cache,
+    seqs: &[SeqHandle],
+    steps: u32,
+    prepare: bool,
+) -> Vec<Vec<f32>> {
     let geometry = cache.plan().geometry.clone();
     let (kv_heads, q_heads, dim) = (geometry.num_kv_heads, geometry.num_q_heads, geometry.head_dim);
     let mut kept = Vec::new();
@@ -86,6 +91,9 @@ fn drive_on_device(cache: &mut Cache, seqs: &[SeqHandle], steps: u32) -> Vec<Vec
         let tags: Vec<u64> = (1..=seqs.len() as u64).map(|s| s * 10_000 + u64::from(at)).collect();
         let mut step = cache.reserve(&batch).expect("fits");
         let positions = step.positions().to_vec();
+        if prepare {
+            step.prepare().expect("uploads");
+        }
         last.clear();
         for layer in 0..geometry.num_layers {
             let input = |what, heads| tensor(&tags, &positions, layer, what, heads, dim);
@@ -112,12 +120,12 @@ fn drive_on_device(cache: &mut Cache, seqs: &[SeqHandle], steps: u32) -> Vec<Vec
 #[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
 fn tensors_in_device_memory_give_the_same_bits_without_waiting() {
     driver::enter();
-    for mode in MODES {
+    for (mode, prepare) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         // As many steps as buffers are in the ring (two steps' worth), and none more.
         let spec = Spec { mode, ..spec(Format::F16, ScaleKind::PerTokenHead) };
         let mut cache = spec.open();
         let seqs = [begin(&mut cache, 0), begin(&mut cache, 0)];
-        let got = drive_on_device(&mut cache, &seqs, 2);
+        let got = drive_on_device(&mut cache, &seqs, 2, prepare);
         let mut host = spec.open();
         let seqs = [begin(&mut host, 0), begin(&mut host, 0)];
         let mut want = None;

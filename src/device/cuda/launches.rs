@@ -25,13 +25,14 @@ impl CudaDevice {
         tokens: u32,
     ) -> Result<(), DeviceError> {
         let workspace = self.workspace.address();
+        let prepared = group.is_prepared(args.step);
         let params = KvpoolAppendParams {
             group: group.params,
             pool: self.pool.address(),
             k: args.k.address(),
             v: args.v.address(),
             token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
-            num_tokens_at: 0,
+            num_tokens_at: if prepared { workspace + group.tables.num_tokens } else { 0 },
             counts: workspace + self.sizes.counts,
             positions: 0,
             rope_cos: 0,
@@ -43,7 +44,7 @@ impl CudaDevice {
             k_scale: args.scales.k,
             v_scale: args.scales.v,
         };
-        let launch = self.kernels.append(args.k.dtype(), tokens);
+        let launch = self.kernels.append(args.k.dtype(), if prepared { u32::MAX } else { tokens });
         // SAFETY: the kernel takes this struct; the token slots were checked when they were
         // uploaded, so it writes into the pool only; whoever made the tensors has promised that
         // they are there (`DeviceTensor::new`).
@@ -61,6 +62,7 @@ impl CudaDevice {
         group: &Group,
         first: u32,
     ) -> Result<KvpoolAttendParams, DeviceError> {
+        let prepared = group.is_prepared(args.step);
         let workspace = self.workspace.address();
         let head_dim = u64::from(args.layout.head_dim);
         // Sequences count rows from the step's first: the address that row 0 would have.
@@ -80,7 +82,7 @@ impl CudaDevice {
             seqs: workspace + group.tables.seqs,
             tables: workspace + group.tables.tables,
             items: workspace + group.tables.items,
-            num_items_at: 0,
+            num_items_at: if prepared { workspace + group.tables.num_items } else { 0 },
             partial_acc: workspace + self.sizes.partial_acc,
             partial_ml: workspace + self.sizes.partial_ml,
             num_items: group.lists.items,
@@ -96,11 +98,12 @@ impl CudaDevice {
             reserved: [0; 2],
         };
         let kv_heads = args.layout.num_kv_heads;
-        let launch = self.kernels.attend(group.item_rows, group.lists.items, kv_heads);
+        let items = if prepared { u32::MAX } else { group.lists.items };
+        let launch = self.kernels.attend(group.item_rows, items, kv_heads);
         // SAFETY: the kernel takes this struct; sequences and blocks were checked when they were
         // uploaded, so it reads the pool only; the tensors are there (`DeviceTensor::new`).
         unsafe { cx.launch(launch, &params, self.stream) }?;
-        if group.lists.combines > 0 {
+        if prepared || group.lists.combines > 0 {
             self.launch_combine(cx, &params, group)?;
         }
         Ok(params)
@@ -119,7 +122,8 @@ impl CudaDevice {
             lse: params.lse,
             seqs: params.seqs,
             items: self.workspace.address() + group.tables.combines,
-            num_items_at: 0,
+            // Behind the number of items of attention.
+            num_items_at: if params.num_items_at == 0 { 0 } else { params.num_items_at + 4 },
             partial_acc: params.partial_acc,
             partial_ml: params.partial_ml,
             num_items: group.lists.combines,
@@ -129,7 +133,8 @@ impl CudaDevice {
             q_per_kv: self.q_per_kv,
             out_dtype: params.out_dtype,
         };
-        let launch = self.kernels.combine(group.lists.combines, kv_heads);
+        let items = if params.num_items_at == 0 { group.lists.combines } else { u32::MAX };
+        let launch = self.kernels.combine(items, kv_heads);
         // SAFETY: as in `launch_attend`; the places that it reads were written by that kernel.
         unsafe { cx.launch(launch, &combine, self.stream) }
     }

@@ -17,6 +17,10 @@
 //!   buffers, a part of the rows at a time. Attention waits for its results, and so does an append
 //!   in INT8, for its counts.
 //!
+//! - A step that is prepared ([`Device::prepare`]) uploads everything first; behind that its calls
+//!   put kernels into the stream and nothing else, which take all numbers from device memory. A
+//!   graph that has captured them can be played again for a later step, once that is prepared.
+//!
 //! **Errors** of kernels show in a later call, as the driver has it.
 
 mod bindings;
@@ -45,11 +49,11 @@ use memory::{DeviceMemory, PinnedMemory, Ring};
 use tables::Group;
 
 use super::{
-    AppendArgs, AppendCounts, AttendArgs, CudaStream, Device, DeviceAppend, DeviceAttend,
-    DeviceInfo, DeviceTensor,
+    AppendArgs, AppendCounts, AttendArgs, CudaStream, DType, Device, DeviceAppend, DeviceAttend,
+    DeviceInfo, DevicePrepare, DeviceTensor,
 };
 use crate::error::DeviceError;
-use crate::plan::{CudaWorkspace, GroupLayout, Plan};
+use crate::plan::{CudaWorkspace, GroupLayout, LayerScales, Plan};
 
 /// What tensors in device memory must be aligned to: the kernels read so many bytes at once.
 const TENSOR_ALIGN: u64 = 16;
@@ -228,6 +232,36 @@ impl Device for CudaDevice {
         self.attend_from_host(&context.enter()?, args)
     }
 
+    fn prepare(&mut self, args: &DevicePrepare<'_>) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        let DevicePrepare { step, layout, token_slots, .. } = *args;
+        let index = self.group_of(layout, 0)?;
+        let tokens = tables::checked_len(token_slots, self.max_tokens)?;
+        let nothing = host::at(self.workspace.address(), 0, DType::F32);
+        let scales = LayerScales::default();
+        let append =
+            DeviceAppend { step, layout, layer: 0, scales, token_slots, k: nothing, v: nothing };
+        let attend = DeviceAttend {
+            step,
+            layout,
+            layer: 0,
+            scales,
+            window: args.window,
+            num_q_heads: args.num_q_heads,
+            softmax_scale: 1.0,
+            seqs: args.seqs,
+            tables: args.tables,
+            table_row: args.table_row,
+            q: nothing,
+            out: nothing,
+            lse: None,
+        };
+        self.groups[index].prepared = step;
+        self.upload_slots(&cx, index, &append)?;
+        self.upload_lists(&cx, index, &attend, 0..tokens)
+    }
+
     fn append_device(&mut self, args: &DeviceAppend<'_>) -> Result<(), DeviceError> {
         let context = Arc::clone(&self.context);
         let cx = context.enter()?;
@@ -255,7 +289,8 @@ impl Device for CudaDevice {
         if args.step == 0 || self.groups[index].lists_of != args.step {
             self.upload_lists(&cx, index, args, 0..tables::checked(rows, self.max_tokens)?)?;
         }
-        if self.groups[index].lists.items == 0 {
+        let group = &self.groups[index];
+        if group.lists.items == 0 && !group.is_prepared(args.step) {
             return Ok(());
         }
         self.launch_attend(&cx, args, &self.groups[index], 0)?;

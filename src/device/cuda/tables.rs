@@ -13,8 +13,12 @@ use super::params;
 use crate::device::plain::{bytes_of, values_of_mut};
 use crate::device::{BatchSeq, DeviceAppend, DeviceAttend};
 use crate::error::DeviceError;
-use crate::plan::{Addressing, CudaTables, CudaWorkspace, GroupLayout, visible};
+use crate::plan::{Addressing, CUDA_COUNTS_BYTES, CudaTables, CudaWorkspace, GroupLayout, visible};
 use crate::units::Bytes;
+
+/// Bytes of the numbers ahead of the token slots, and of the sequences.
+const COUNTS_BYTES: usize = 16;
+const _: () = assert!(COUNTS_BYTES as u64 == CUDA_COUNTS_BYTES);
 
 /// One layer group, as the kernels know it, and what was uploaded for it.
 #[derive(Debug)]
@@ -29,13 +33,22 @@ pub(super) struct Group {
     pub(super) lists: Counts,
     /// Packed rows of their items, at most.
     pub(super) item_rows: u32,
+    /// The step whose kernels take all numbers from device memory; 0 for none.
+    pub(super) prepared: u64,
+}
+
+impl Group {
+    /// Whether the kernels of a step take all numbers from device memory.
+    pub(super) const fn is_prepared(&self, step: u64) -> bool {
+        step != 0 && self.prepared == step
+    }
 }
 
 impl Group {
     pub(super) fn new(layout: &GroupLayout, tables: CudaTables) -> Self {
         let params = params::group(layout);
         let lists = Counts::default();
-        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0 }
+        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0, prepared: 0 }
     }
 }
 
@@ -72,12 +85,14 @@ impl CudaDevice {
         }
         let group = &mut self.groups[index];
         group.slots_of = 0;
-        let to = self.workspace.address() + group.tables.token_slots;
+        let to = self.workspace.address() + group.tables.num_tokens;
         let stream = self.stream;
         self.table_ring.with(cx, stream, |buffer| {
             let slots = bytes_of(args.token_slots);
-            let buffer = &mut buffer[..slots.len()];
-            buffer.copy_from_slice(slots);
+            let (counts, rest) = buffer.split_at_mut(COUNTS_BYTES);
+            values_of_mut(counts)[0] = args.token_slots.len() as u64;
+            rest[..slots.len()].copy_from_slice(slots);
+            let buffer = &buffer[..COUNTS_BYTES + slots.len()];
             // SAFETY: a pinned buffer of the ring, and its place in the workspace, which the
             // caller has checked to have room for so many tokens.
             unsafe { cx.upload(to, buffer, stream) }
@@ -96,7 +111,10 @@ impl CudaDevice {
         rows: Range<u32>,
     ) -> Result<(), DeviceError> {
         let packed = u64::from(rows.end - rows.start) * u64::from(self.q_per_kv);
-        let item_rows = self.kernels.item_rows(packed / args.seqs.len().max(1) as u64);
+        let packed_per_seq = packed / args.seqs.len().max(1) as u64;
+        // What a graph has captured must fit every step: one kernel for all.
+        let prepared = self.groups[index].is_prepared(args.step);
+        let item_rows = self.kernels.item_rows(if prepared { 0 } else { packed_per_seq });
         let shape = Shape {
             per_kv: self.q_per_kv,
             num_kv_heads: args.layout.num_kv_heads,
@@ -152,6 +170,8 @@ impl Upload<'_> {
 
 /// A buffer of the ring, divided as the group's place in the workspace is.
 struct Parts<'a> {
+    /// The numbers of items and of items of the combination. `[4]`
+    counts: &'a mut [u32],
     seqs: &'a mut [KvpoolSeq],
     tables: &'a mut [u32],
     items: &'a mut [KvpoolItem],
@@ -161,10 +181,12 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     fn new(buffer: &'a mut [u8], at: &CudaTables, sizes: &CudaWorkspace) -> Self {
         let len = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let (seqs, rest) = buffer.split_at_mut(len(at.tables - at.seqs));
+        let (counts, rest) = buffer.split_at_mut(COUNTS_BYTES);
+        let (seqs, rest) = rest.split_at_mut(len(at.tables - at.seqs));
         let (tables, rest) = rest.split_at_mut(len(at.items - at.tables));
         let (items, combines) = rest.split_at_mut(len(at.combines - at.items));
         Self {
+            counts: values_of_mut(counts),
             seqs: values_of_mut(seqs),
             tables: values_of_mut(tables),
             items: &mut values_of_mut(items)[..sizes.max_items as usize],
@@ -180,9 +202,13 @@ impl<'a> Parts<'a> {
         blocks: usize,
         lists: Counts,
     ) -> Result<(), DeviceError> {
-        let CudaTables { seqs: seqs_at, tables, items, combines, .. } = upload.tables;
+        let CudaTables { num_items: counts_at, seqs: seqs_at, tables, items, combines, .. } =
+            upload.tables;
+        self.counts[..2].copy_from_slice(&[lists.items, lists.combines]);
         let (num_items, num_combines) = (lists.items as usize, lists.combines as usize);
         // SAFETY: each part of the buffer is as long as its place in the workspace.
+        unsafe { upload.part(counts_at, bytes_of(self.counts)) }?;
+        // SAFETY: as above.
         unsafe { upload.part(seqs_at, bytes_of(&self.seqs[..seqs])) }?;
         // SAFETY: as above.
         unsafe { upload.part(tables, bytes_of(&self.tables[..blocks])) }?;
