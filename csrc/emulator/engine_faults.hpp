@@ -69,6 +69,7 @@ inline void Engine::fail(FaultCode code, const Text& what, Site site) {
 inline void Engine::leave() {
     Fiber& fiber = current_->fiber;
     current_ = nullptr;
+    Trap::abandon_handler();
     switch_fiber(fiber, scheduler_, true);
     __builtin_unreachable();
 }

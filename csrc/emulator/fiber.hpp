@@ -12,7 +12,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#if !defined(__x86_64__)
+// KVPOOL_EMU_UCONTEXT asks for swapcontext where it is not needed.
+#if !defined(__x86_64__) && !defined(KVPOOL_EMU_UCONTEXT)
+#define KVPOOL_EMU_UCONTEXT 1
+#endif
+#if defined(KVPOOL_EMU_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -46,7 +50,7 @@ constexpr size_t STACK_GUARD_BYTES = 1 << 20;
 
 // One line of execution: a thread of the block, or the scheduler on the caller's own stack.
 struct Fiber {
-#if defined(__x86_64__)
+#if !defined(KVPOOL_EMU_UCONTEXT)
     void* stack_pointer = nullptr;
 #else
     ucontext_t context;
@@ -64,8 +68,13 @@ class Stacks {
 public:
     Stacks() = default;
     ~Stacks() {
-        for (size_t i = 0; i < count_; ++i)
+        for (size_t i = 0; i < count_; ++i) {
+#if defined(KVPOOL_EMU_ASAN)
+            // Whoever gets these addresses next shall not find our frames' red zones there.
+            __asan_unpoison_memory_region(stacks_[i], STACK_BYTES);
+#endif
             munmap(stacks_[i] - STACK_GUARD_BYTES, STACK_GUARD_BYTES + STACK_BYTES);
+        }
     }
     Stacks(const Stacks&) = delete;
     Stacks& operator=(const Stacks&) = delete;
@@ -99,7 +108,7 @@ private:
 
 using FiberEntry = void (*)();
 
-#if defined(__x86_64__)
+#if !defined(KVPOOL_EMU_UCONTEXT)
 // Saves the caller's registers on its stack and its stack pointer to *save; goes on where `to` was
 // saved.
 __attribute__((naked, noinline)) inline void switch_stacks(void** /*save*/, void* /*to*/) {
@@ -131,7 +140,7 @@ inline void prepare_fiber(Fiber& fiber, size_t index, char* stack, FiberEntry en
     // A fiber that was given up in the middle has left its frames' red zones behind.
     __asan_unpoison_memory_region(stack, STACK_BYTES);
 #endif
-#if defined(__x86_64__)
+#if !defined(KVPOOL_EMU_UCONTEXT)
     // As after a call: the address of `entry` on top of six saved registers; in `entry` the stack
     // pointer is 8 below a multiple of 16.
     uintptr_t* top = reinterpret_cast<uintptr_t*>(stack + bytes);
@@ -166,7 +175,7 @@ inline void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool last = fa
 #if defined(KVPOOL_EMU_ASAN)
     __sanitizer_start_switch_fiber(last ? nullptr : &from.fake_stack, to.stack, to.stack_bytes);
 #endif
-#if defined(__x86_64__)
+#if !defined(KVPOOL_EMU_UCONTEXT)
     switch_stacks(&from.stack_pointer, to.stack_pointer);
 #else
     swapcontext(&from.context, &to.context);

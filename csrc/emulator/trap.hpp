@@ -13,6 +13,8 @@
 
 #include <memory>
 
+#include "fiber.hpp"
+
 namespace kvpool::emu {
 
 // Answers a fault at an address: returns if it is none of ours, does not return otherwise.
@@ -32,6 +34,14 @@ public:
         sigaction(SIGSEGV, &action, &before_);
     }
     ~Trap() { sigaction(SIGSEGV, &before_, nullptr); }
+    // To be called by an answer that does not return: its frames stay on the handler's stack.
+    static void abandon_handler() {
+#if defined(KVPOOL_EMU_ASAN)
+        stack_t now{};
+        sigaltstack(nullptr, &now);
+        if ((now.ss_flags & SS_DISABLE) == 0) __asan_unpoison_memory_region(now.ss_sp, now.ss_size);
+#endif
+    }
     Trap(const Trap&) = delete;
     Trap& operator=(const Trap&) = delete;
 

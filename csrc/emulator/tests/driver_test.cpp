@@ -8,83 +8,19 @@
 #include "check.hpp"
 #include "csrc/emulator/launch.hpp"
 #include "csrc/kernels/device.cuh"
-#include "driver_calls.hpp"
+#include "driver_session.hpp"
 
 using namespace kvpool::dev;
-namespace emu = kvpool::emu;
 
 namespace {
 
-struct Params {
-    // in, out: [count]
-    uint64_t in, out;
-    uint32_t count, add;
-};
-
 // out = in + add
-KV_KERNEL(emu_test_add, Params, 128) {
+KV_KERNEL(emu_test_add, AddParams, 128) {
     const uint32_t i = block_x() * block_dim_x() + thread_index();
     if (i >= p.count) return;
     store_global(at_address<uint32_t>(p.out) + i,
                  load_global(at_address<const uint32_t>(p.in) + i) + p.add);
 }
-
-// The device with a context, a module and its kernel; everything is given back at the end.
-class Session {
-public:
-    Session() {
-        CHECK_EQ(cuInit(0), 0);
-        CHECK_EQ(cuDevicePrimaryCtxRetain(&context, 0), 0);
-        CHECK_EQ(cuCtxPushCurrent_v2(context), 0);
-        CHECK_EQ(cuModuleLoadData(&module, "kvpool-emulated"), 0);
-        CHECK_EQ(cuModuleGetFunction(&add, module, "emu_test_add"), 0);
-        kvpool_emu_reset_counters();
-    }
-    ~Session() {
-        kvpool_emu_fail(nullptr);
-        kvpool_emu_set_seed(0);
-        CHECK_EQ(cuCtxPopCurrent_v2(nullptr), 0);
-        CHECK_EQ(cuDevicePrimaryCtxRelease_v2(0), 0);
-        CHECK_EQ(kvpool_emu_counter("live_bytes"), 0u);
-        CHECK_EQ(kvpool_emu_counter("live_host_bytes"), 0u);
-    }
-    // New device memory of `words` words.
-    CUdeviceptr words(size_t words) {
-        CUdeviceptr address = 0;
-        CHECK_EQ(cuMemAlloc_v2(&address, 4 * words), 0);
-        return address;
-    }
-    uint32_t* pinned(size_t words) {
-        void* p = nullptr;
-        CHECK_EQ(cuMemHostAlloc(&p, 4 * words, 0), 0);
-        return static_cast<uint32_t*>(p);
-    }
-    CUstream stream(unsigned flags = emu::STREAM_NON_BLOCKING) {
-        CUstream stream = nullptr;
-        CHECK_EQ(cuStreamCreate(&stream, flags), 0);
-        return stream;
-    }
-    CUevent event() {
-        CUevent event = nullptr;
-        CHECK_EQ(cuEventCreate(&event, 0), 0);
-        return event;
-    }
-    CUresult launch(CUstream stream, CUdeviceptr in, CUdeviceptr out, uint32_t count,
-                    uint32_t plus) {
-        Params params{in, out, count, plus};
-        void* pointers[] = {&params};
-        return cuLaunchKernel(add, (count + 127) / 128, 1, 1, 128, 1, 1, 0, stream, pointers,
-                              nullptr);
-    }
-    std::vector<uint32_t> read(CUdeviceptr from, size_t words) {
-        std::vector<uint32_t> result(words);
-        CHECK_EQ(cuMemcpyDtoH_v2(result.data(), from, 4 * words), 0);
-        return result;
-    }
-    CUcontext context = nullptr;
-    CUmodule module = nullptr;
-    CUfunction add = nullptr;
-};
 
 }  // namespace
 
@@ -333,69 +269,11 @@ TEST(driver_host_calls_keep_their_turn) {
     CHECK_EQ(*pinned, 21u);
 }
 
-TEST(driver_captures_a_graph_and_runs_it_again) {
-    Session session;
-    const CUdeviceptr a = session.words(4);
-    const CUdeviceptr b = session.words(4);
-    CUstream stream = session.stream();
-    CUstream other = session.stream();
-    uint32_t* pinned = session.pinned(4);
-    CHECK_EQ(cuStreamEndCapture(stream, nullptr), emu::ILLEGAL_STATE);
-    CHECK_EQ(cuStreamBeginCapture_v2(stream, 0), 0);
-    CHECK_EQ(cuStreamBeginCapture_v2(stream, 0), emu::ILLEGAL_STATE);
-    CHECK_EQ(cuMemcpyHtoDAsync_v2(a, pinned, 16, stream), 0);
-    CHECK_EQ(session.launch(stream, a, b, 4, 10), 0);
-    int capturing = 0;
-    CHECK_EQ(cuStreamIsCapturing(stream, &capturing), 0);
-    CHECK_EQ(capturing, 1);
-    CUgraph graph = nullptr;
-    CUgraphExec executable = nullptr;
-    CHECK_EQ(cuStreamEndCapture(stream, &graph), 0);
-    // Nothing was done yet.
-    CHECK_EQ(kvpool_emu_counter("pending"), 0u);
-    CHECK_EQ(session.read(b, 4)[0], 0xFFFFFFFFu);
-    CHECK_EQ(cuGraphInstantiateWithFlags(&executable, graph, 0), 0);
-    CHECK_EQ(cuGraphDestroy(graph), 0);
-    for (uint32_t round = 0; round < 3; ++round) {
-        // The same addresses, whatever they hold by now.
-        for (uint32_t i = 0; i < 4; ++i) pinned[i] = 100 * round + i;
-        CHECK_EQ(cuGraphLaunch(executable, round == 1 ? other : stream), 0);
-        CHECK_EQ(cuStreamSynchronize(round == 1 ? other : stream), 0);
-        for (uint32_t i = 0; i < 4; ++i) CHECK_EQ(session.read(b, 4)[i], 100 * round + i + 10);
-    }
-    CHECK_EQ(kvpool_emu_counter("graph_launches"), 3u);
-    CHECK_EQ(cuGraphExecDestroy(executable), 0);
-    CHECK_EQ(cuGraphLaunch(executable, stream), emu::INVALID_HANDLE);
-}
-
-TEST(driver_capture_allows_no_allocation_and_no_wait) {
-    Session session;
-    CUstream stream = session.stream();
-    CUevent event = session.event();
-    CHECK_EQ(cuEventRecord(event, stream), 0);
-    CUdeviceptr address = 0;
-    void* host = nullptr;
-    for (int what = 0; what < 7; ++what) {
-        CHECK_EQ(cuStreamBeginCapture_v2(stream, 0), 0);
-        const CUresult code = what == 0   ? cuMemAlloc_v2(&address, 4)
-                              : what == 1 ? cuMemHostAlloc(&host, 4, 0)
-                              : what == 2 ? cuStreamSynchronize(stream)
-                              : what == 3 ? cuCtxSynchronize()
-                              : what == 4 ? cuEventSynchronize(event)
-                              : what == 5 ? cuStreamWaitEvent(stream, event, 0)
-                                          : 0;
-        CHECK_EQ(code, what < 6 ? emu::CAPTURE_UNSUPPORTED : 0);
-        CUgraph graph = nullptr;
-        CHECK_EQ(cuStreamEndCapture(stream, &graph), what < 6 ? emu::CAPTURE_INVALIDATED : 0);
-        CHECK_EQ(graph != nullptr, what == 6);
-    }
-}
-
 TEST(driver_launches_are_checked) {
     Session session;
     CUfunction none = nullptr;
     CHECK_EQ(cuModuleGetFunction(&none, session.module, "no_such_kernel"), emu::NOT_FOUND);
-    Params params{0, 0, 0, 0};
+    AddParams params{0, 0, 0, 0};
     void* pointers[] = {&params};
     auto launch = [&](unsigned grid, unsigned block, unsigned shared) {
         return cuLaunchKernel(session.add, grid, 1, 1, block, 1, 1, shared, nullptr, pointers,
@@ -423,7 +301,7 @@ TEST(driver_takes_parameters_at_the_launch) {
     const CUdeviceptr a = session.words(1);
     CUstream stream = session.stream();
     CHECK_EQ(cuMemsetD8Async(a, 0, 4, stream), 0);
-    Params params{a, a, 1, 5};
+    AddParams params{a, a, 1, 5};
     void* pointers[] = {&params};
     CHECK_EQ(cuLaunchKernel(session.add, 1, 1, 1, 1, 1, 1, 0, stream, pointers, nullptr), 0);
     params.add = 100;
