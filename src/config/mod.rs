@@ -294,7 +294,7 @@ pub enum Capacity {
     /// As much as fits in this many bytes, but no more than the worst case.
     Budget(crate::units::Bytes),
     /// As much as fits in so many hundredths of the memory that the device has free, but no more
-    /// than the worst case. [`Config::resolve_budget`] turns it into bytes, once, before the plan
+    /// than the worst case. [`resolve_budget`](crate::device::resolve_budget) turns it into bytes, once, before the plan
     /// is made.
     BudgetPercent(u8),
 }

@@ -72,7 +72,7 @@ pub(super) fn size(config: &Config, limits: &Limits, drafts: &[Draft]) -> Result
             return Err(PlanError::Contradiction {
                 key: "pool.capacity".to_owned(),
                 problem: format!("{percent} % of the free memory is no number of bytes yet"),
-                help: "resolve it with what the device has free (Config::resolve_budget)"
+                help: "resolve it with what the device has free (device::resolve_budget)"
                     .to_owned(),
             });
         }
