@@ -39,7 +39,7 @@ fn nvcc_is_looked_for_in_order() {
     let files = [
         "/own/nvcc",
         "/home/cuda/bin/nvcc",
-        "/root/cuda/bin/nvcc",
+        "/opt/cuda-root/bin/nvcc",
         "/path/nvcc",
         "/usr/local/cuda/bin/nvcc",
         "/venv/lib/python3.12/site-packages/nvidia/cu13/bin/nvcc",
@@ -47,7 +47,7 @@ fn nvcc_is_looked_for_in_order() {
     let mut vars = vec![
         ("KVPOOL_NVCC", "/own/nvcc"),
         ("CUDA_HOME", "/home/cuda"),
-        ("CUDA_ROOT", "/root/cuda"),
+        ("CUDA_ROOT", "/opt/cuda-root"),
         ("PATH", "/nothing:/path"),
         ("VIRTUAL_ENV", "/venv"),
     ];

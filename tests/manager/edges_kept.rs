@@ -18,15 +18,25 @@ fn kept(priority: u8, duration_ms: Option<u64>) -> Retentions {
     Retentions::new(&[Retention { from: 0, to: u32::MAX, priority, duration_ms }]).expect("valid")
 }
 
+/// A prompt comes, with a retention, and goes.
+fn run(rig: &mut Rig, prompt: &[u32], retention: Retentions) {
+    let options = BeginOptions { retention, ..up_to(prompt.len() as u32) };
+    let mut line = rig.begin(prompt, Ns::default(), options).expect("fits");
+    rig.prefill(&mut line, prompt);
+    rig.release(&line);
+}
+
+/// Two blocks must go: they are those of `b`.
+fn assert_outlives(rig: &mut Rig, a: &[u32], b: &[u32]) {
+    let free = rig.blocks().0;
+    let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
+    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
+    assert_eq!((rig.blocks_found(a), rig.blocks_found(b)), (2, 0));
+}
+
 /// A prompt that comes again with the same retention is kept as the first time.
 #[test]
 fn retention_comes_back_with_a_hit() {
-    let run = |rig: &mut Rig, prompt: &[u32], retention| {
-        let options = BeginOptions { retention, ..up_to(prompt.len() as u32) };
-        let mut line = rig.begin(prompt, Ns::default(), options).expect("fits");
-        rig.prefill(&mut line, prompt);
-        rig.release(&line);
-    };
     // Seven of eight blocks: a, a', b.
     let (a, b) = (tokens(0, 17), tokens(100, 116));
     let mut rig = Rig::new(&paged(8));
@@ -35,29 +45,17 @@ fn retention_comes_back_with_a_hit() {
     // It decayed; now the same user comes again and asks for the same.
     run(&mut rig, &a, kept(80, Some(100)));
     run(&mut rig, &b, Retentions::default());
-    let free = rig.blocks().0;
-    let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
-    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
-    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (2, 0));
+    assert_outlives(&mut rig, &a, &b);
 }
 
 #[test]
 fn a_higher_retention_counts_for_blocks_that_are_hit() {
-    let run = |rig: &mut Rig, prompt: &[u32], retention| {
-        let options = BeginOptions { retention, ..up_to(prompt.len() as u32) };
-        let mut line = rig.begin(prompt, Ns::default(), options).expect("fits");
-        rig.prefill(&mut line, prompt);
-        rig.release(&line);
-    };
     let (a, b) = (tokens(0, 17), tokens(100, 116));
     let mut rig = Rig::new(&paged(8));
     run(&mut rig, &a, Retentions::default());
     run(&mut rig, &a, kept(90, None));
     run(&mut rig, &b, Retentions::default());
-    let free = rig.blocks().0;
-    let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
-    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
-    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (2, 0));
+    assert_outlives(&mut rig, &a, &b);
 }
 
 /// More tenants than names: who comes last is cached too, sooner or later.
