@@ -32,8 +32,12 @@ impl Cache {
     #[must_use]
     pub fn group_stats(&self, group: GroupIdx) -> Option<GroupStats> {
         let live_tokens = *self.live_tokens.get(group.index())?;
-        let blocks = self.pool.store(group.index()).map(BlockStore::counts);
-        Some(GroupStats { blocks: blocks.unwrap_or_default(), live_tokens })
+        let store = self.pool.store(group.index());
+        Some(GroupStats {
+            blocks: store.map(BlockStore::counts).unwrap_or_default(),
+            live_tokens,
+            peak_cached: store.map_or(0, BlockStore::peak_cached),
+        })
     }
 
     /// Tokens of a sequence of this length that some query may still see.

@@ -100,4 +100,6 @@ pub struct GroupStats {
     pub blocks: BlockCounts,
     /// Tokens that some query may still see, over all sequences.
     pub live_tokens: u64,
+    /// The most blocks that were cached at once; 0 for a contiguous group.
+    pub peak_cached: u32,
 }

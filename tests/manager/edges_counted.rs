@@ -3,6 +3,7 @@
 use kvpool::cache::{BeginOptions, Begun, Cache};
 use kvpool::config::Admission;
 use kvpool::device::NullDevice;
+use kvpool::units::GroupIdx;
 
 use super::driver_step::skip;
 use super::rig::{Rig, paged, tokens, up_to};
@@ -131,4 +132,16 @@ fn reset_is_as_after_open() {
     cache.set_time_ms(500);
     cache.reset().expect("idle");
     assert_eq!(cache.state_digest(), null(&paged(8)).state_digest());
+}
+
+/// The most that was cached at once stays known when it is gone.
+#[test]
+fn the_peak_of_cached_blocks_outlives_them() {
+    let mut rig = Rig::new(&paged(8));
+    rig.pass(&tokens(0, 17));
+    let peak = |rig: &Rig| rig.cache.group_stats(GroupIdx(0)).expect("a group").peak_cached;
+    assert_eq!(peak(&rig), 2);
+    rig.cache.clear_cached();
+    rig.pass(&tokens(100, 109));
+    assert_eq!((peak(&rig), rig.blocks().2), (2, 1));
 }
