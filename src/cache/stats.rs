@@ -37,6 +37,7 @@ impl Cache {
             blocks: store.map(BlockStore::counts).unwrap_or_default(),
             live_tokens,
             peak_cached: store.map_or(0, BlockStore::peak_cached),
+            reuse: self.plan.reuse.groups[group.index()],
         })
     }
 

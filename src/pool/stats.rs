@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::BlockCounts;
+use crate::plan::GroupReuse;
 use crate::units::Bytes;
 
 /// Counters and gauges of a cache.
@@ -94,7 +95,7 @@ pub struct Stats {
 }
 
 /// Gauges of one layer group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct GroupStats {
     /// Blocks by state; zeros for a contiguous group.
     pub blocks: BlockCounts,
@@ -102,4 +103,6 @@ pub struct GroupStats {
     pub live_tokens: u64,
     /// The most blocks that were cached at once; 0 for a contiguous group.
     pub peak_cached: u32,
+    /// How the group takes part when sequences share a prefix.
+    pub reuse: GroupReuse,
 }

@@ -1,8 +1,9 @@
 //! Counters, peaks and what leaves no trace.
 
 use kvpool::cache::{BeginOptions, Begun, Cache};
-use kvpool::config::Admission;
+use kvpool::config::{Admission, CacheMode};
 use kvpool::device::NullDevice;
+use kvpool::plan::GroupReuse;
 use kvpool::units::GroupIdx;
 
 use super::driver_step::skip;
@@ -144,4 +145,18 @@ fn the_peak_of_cached_blocks_outlives_them() {
     rig.cache.clear_cached();
     rig.pass(&tokens(100, 109));
     assert_eq!((peak(&rig), rig.blocks().2), (2, 1));
+}
+
+/// The statistics of a group say how it takes part in reuse, and that it takes none where the plan
+/// declines.
+#[test]
+fn the_statistics_say_which_part_a_group_has_in_reuse() {
+    let parts = |spec: &Spec| -> Vec<GroupReuse> {
+        let cache = null(spec);
+        (0..).map_while(|g| cache.group_stats(GroupIdx(g))).map(|group| group.reuse).collect()
+    };
+    let hybrid = Spec { windows: vec![0, 0, 16], ..Spec::mode(CacheMode::Hybrid) };
+    assert_eq!(parts(&hybrid), [GroupReuse::Donor, GroupReuse::Index, GroupReuse::Attached]);
+    let declined = Spec { prefix_reuse: false, ..hybrid };
+    assert_eq!(parts(&declined), [GroupReuse::Off; 3]);
 }

@@ -193,7 +193,7 @@ impl Fixture {
 
     /// The pool's blocks by state.
     pub(super) fn counts(&self) -> BlockCounts {
-        self.cache.group_stats(GROUP).unwrap_or_default().blocks
+        self.cache.group_stats(GROUP).map(|group| group.blocks).unwrap_or_default()
     }
 }
 

@@ -185,7 +185,7 @@ impl Scheduler<'_> {
             .filter(|(_, group)| group.kind == GroupKind::Paged)
             .map(|(g, group)| (GroupIdx(g), group));
         Ok(paged.all(|(g, group)| {
-            let blocks = self.cache.group_stats(g).unwrap_or_default().blocks;
+            let blocks = self.cache.group_stats(g).map(|group| group.blocks).unwrap_or_default();
             let per_block = group.layout.unit_tokens;
             let growth = |running: &Task| {
                 let later = running.len_after(steps);
