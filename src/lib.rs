@@ -69,6 +69,8 @@
 
 pub mod bench;
 pub mod cache;
+#[doc(hidden)]
+pub mod capi;
 #[cfg(feature = "cli")]
 pub mod cli;
 

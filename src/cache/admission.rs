@@ -12,7 +12,7 @@
 use super::begin::{BeginOptions, Begun, Hit};
 use super::claim::Room;
 use super::reuse::Found;
-use super::{Cache, group_idx};
+use super::{Cache, SeqHandle, group_idx};
 use crate::config::Admission;
 use crate::error::CacheError;
 use crate::pool::BlockStore;
@@ -47,6 +47,11 @@ pub enum ReservationRefused {
 }
 
 impl Reservation {
+    /// The sequence that it will be: not to be used before it is begun.
+    pub(crate) const fn sequence(&self) -> SeqHandle {
+        self.begun.sequence
+    }
+
     /// Tokens of the prompt that are in the cache.
     #[must_use]
     pub const fn cached_len(&self) -> u32 {

@@ -37,7 +37,7 @@ pub(super) struct Batch {
     pub(super) shared_tails: bool,
     /// Whether it was told which tokens it appends.
     pub(super) tokens_given: bool,
-    /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked.
+    /// Whether a step is open. It still is when its [`Step`](super::Step) was leaked or detached.
     open: bool,
     /// `[num_groups]`, `None` for contiguous groups.
     pub(super) csr: Vec<Option<CsrBuffers>>,
@@ -72,6 +72,11 @@ impl Batch {
             csr_built: false,
             number: 0,
         }
+    }
+
+    /// Whether a step is open.
+    pub(super) const fn is_open(&self) -> bool {
+        self.open
     }
 
     /// Notes that a layer was appended. Says whether it had been already; then nothing changes.
@@ -383,8 +388,8 @@ impl Cache {
         }
     }
 
-    /// Undoes a step whose [`Step`](super::Step) was leaked, so that it was neither committed nor
-    /// dropped. Every verb that changes anything does this first.
+    /// Undoes a step whose [`Step`](super::Step) was leaked or put aside, so that it was neither
+    /// committed nor dropped. Every verb that changes anything does this first.
     pub(super) fn abandon_step(&mut self) {
         if self.batch.open {
             self.undo_step();

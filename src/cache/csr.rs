@@ -41,6 +41,11 @@ impl CsrBuffers {
         }
     }
 
+    /// The four lists, as [`Csr`] names them.
+    pub(super) fn lists(&self) -> [&[u32]; 4] {
+        [&self.kv_indptr, &self.kv_indices, &self.kv_last_block_len, &self.kv_first_position]
+    }
+
     fn clear(&mut self) {
         self.kv_indptr.clear();
         self.kv_indices.clear();

@@ -1,10 +1,13 @@
 //! A step whose tensors are in the device's own memory: nothing is copied, nothing waited for.
 
-use super::Step;
 use super::step::{expect_len, scale_or_default};
-use crate::device::{DType, DeviceAppend, DeviceAttend, DevicePrepare, DeviceTensor};
+use super::{Cache, Step};
+use crate::device::{
+    DType, DeviceAppend, DeviceAttend, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload,
+};
 use crate::error::CacheError;
-use crate::units::LayerIdx;
+use crate::plan::GroupKind;
+use crate::units::{GroupIdx, LayerIdx};
 
 impl Step<'_> {
     /// Uploads what the device's kernels read of the step in all groups. From here on
@@ -32,6 +35,40 @@ impl Step<'_> {
             })?;
         }
         Ok(())
+    }
+
+    /// Puts a group's tables of the step into the device's memory, in the order of its stream, for an
+    /// engine's own kernels in that stream; says where they are. The places are the same for every
+    /// step.
+    ///
+    /// # Errors
+    /// A group that does not exist; a device that computes in the host's memory, where
+    /// [`Step::token_slots`], [`Step::block_table`] and [`Step::csr`] are all there is; what the
+    /// driver says.
+    pub fn upload_tables(&mut self, group: GroupIdx) -> Result<DeviceTables, CacheError> {
+        let Some(layers) = self.cache.plan.groups.get(group.index()) else {
+            return Err(self.cache.no_such_group(group, "a group"));
+        };
+        let paged = layers.kind == GroupKind::Paged;
+        if paged && !self.cache.batch.csr_built {
+            self.build_csr();
+        }
+        let Cache { plan, pool, batch, tables, .. } = &mut *self.cache;
+        let layers = &plan.groups[group.index()];
+        let csr = match &batch.csr[group.index()] {
+            Some(csr) => csr.lists(),
+            None => [&[][..]; 4],
+        };
+        Ok(pool.device.upload_tables(&TablesUpload {
+            layout: &layers.layout,
+            positions: &batch.positions,
+            seq_lens: &batch.seq_lens,
+            token_slots: &batch.token_slots[group.index()],
+            seqs: &batch.seqs,
+            tables: &tables[group.index()],
+            table_row: layers.max_blocks_per_seq,
+            csr,
+        })?)
     }
 
     /// As [`Step::append`], with K and V in the device's memory. What INT8 counts of them is added

@@ -47,7 +47,7 @@ pub use preempt::Preempted;
 pub use prefix::{KeyPart, Namespace, Probe, Prober};
 pub use retention::{MAX_RETENTIONS, Retention, Retentions};
 pub use sequence::SeqHandle;
-pub use step::{AttendOptions, Step};
+pub use step::{AttendOptions, Step, StepId};
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
@@ -185,6 +185,12 @@ impl Cache {
             step_name: 0,
             plan,
         })
+    }
+
+    /// What tells this cache's handles from those of every other cache of the process.
+    #[must_use]
+    pub const fn id(&self) -> u32 {
+        self.cache_id
     }
 
     /// The plan.

@@ -64,7 +64,58 @@ impl Cache {
     }
 }
 
+/// An open step as a value that can be checked: for a border that cannot carry a [`Step`], which
+/// borrows its cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StepId {
+    cache_id: u32,
+    name: u64,
+}
+
+impl StepId {
+    /// An id made of its parts, to be checked at its next use.
+    #[must_use]
+    pub const fn from_parts(cache_id: u32, name: u64) -> Self {
+        Self { cache_id, name }
+    }
+
+    /// The parts: the cache's id, the step's number.
+    #[must_use]
+    pub const fn parts(&self) -> (u32, u64) {
+        (self.cache_id, self.name)
+    }
+}
+
+impl Cache {
+    /// Takes up a step that was put aside with [`Step::detach`].
+    ///
+    /// # Errors
+    /// [`CacheError::StaleStep`]: it has ended, or was never open; [`CacheError::ForeignHandle`].
+    pub fn resume(&mut self, step: StepId) -> Result<Step<'_>, CacheError> {
+        if step.cache_id != self.cache_id {
+            return Err(CacheError::ForeignHandle);
+        }
+        if !self.has_open_step() || step.name != self.step_name {
+            return Err(CacheError::StaleStep { number: step.name });
+        }
+        Ok(Step { cache: self, open: true })
+    }
+
+    /// Whether a step is open that was put aside with [`Step::detach`].
+    #[must_use]
+    pub fn has_open_step(&self) -> bool {
+        self.batch.is_open()
+    }
+}
+
 impl Step<'_> {
+    /// Puts the step aside: it stays open, and [`Cache::resume`] takes it up again. Every verb of
+    /// the cache that is not of the step, and changes anything, cancels it.
+    pub fn detach(mut self) -> StepId {
+        self.open = false;
+        StepId { cache_id: self.cache.cache_id, name: self.cache.step_name }
+    }
+
     /// Tokens of the step.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
@@ -179,6 +230,13 @@ impl Step<'_> {
             return Err(CacheError::AlreadyAppended { layer });
         }
         Ok(())
+    }
+
+    /// Declares the same of every layer that was neither appended nor marked yet.
+    pub fn mark_all_appended(&mut self) {
+        for layer in 0..self.cache.plan.geometry.num_layers {
+            self.cache.batch.set_appended(LayerIdx(layer));
+        }
     }
 
     /// Causal attention of the step's queries over everything that their sequences hold in a

@@ -212,6 +212,53 @@ pub struct DeviceAttend<'a> {
     pub lse: Option<DeviceTensor>,
 }
 
+/// A group's tables of a step, to be put into the device's memory for an engine's own kernels.
+#[derive(Clone, Copy, Debug)]
+pub struct TablesUpload<'a> {
+    /// As [`AppendArgs::layout`].
+    pub layout: &'a GroupLayout,
+    /// Each token's position in its sequence. `[tokens]`
+    pub positions: &'a [u32],
+    /// Tokens of each sequence, the step's included. `[num_seqs]`
+    pub seq_lens: &'a [u32],
+    /// As [`AppendArgs::token_slots`]. `[tokens]`
+    pub token_slots: &'a [u64],
+    /// As [`AttendArgs::seqs`]. `[num_seqs]`
+    pub seqs: &'a [BatchSeq],
+    /// As [`AttendArgs::tables`]. `[seq_slots, table_row]`
+    pub tables: &'a [u32],
+    /// As [`AttendArgs::table_row`].
+    pub table_row: u32,
+    /// Where each sequence's blocks begin, the blocks, the tokens of the last ones, and the
+    /// positions of the first ones (`Csr` of the cache); empty for a contiguous group.
+    pub csr: [&'a [u32]; 4],
+}
+
+/// Where they are: addresses in the device's memory, 0 for what a contiguous group does not have.
+/// The same for every step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceTables {
+    /// `[tokens]`, 4 bytes each
+    pub positions: u64,
+    /// `[num_seqs]`, 4 bytes each
+    pub seq_lens: u64,
+    /// `[tokens]`, 8 bytes each
+    pub token_slots: u64,
+    /// A row for each sequence of the step, in its order. `[num_seqs, block_table_row]`, 4 bytes
+    /// each
+    pub block_table: u64,
+    /// `[num_seqs + 1]`, 4 bytes each
+    pub kv_indptr: u64,
+    /// `[kv_indptr[num_seqs]]`, 4 bytes each
+    pub kv_indices: u64,
+    /// `[num_seqs]`, 4 bytes each
+    pub kv_last_block_len: u64,
+    /// `[num_seqs]`, 4 bytes each
+    pub kv_first_position: u64,
+    /// Entries of a row of the block table.
+    pub block_table_row: u32,
+}
+
 /// Memory and kernels.
 pub trait Device: Send + fmt::Debug {
     /// What it is, and how it was opened.
@@ -267,6 +314,17 @@ pub trait Device: Send + fmt::Debug {
     /// # Errors
     /// As [`Device::attend`]; [`DeviceError::HostTensorsOnly`].
     fn attend_device(&mut self, args: &DeviceAttend<'_>) -> Result<(), DeviceError> {
+        let _ = args;
+        Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
+    }
+
+    /// Puts a group's tables of a step into the device's memory, in the order of the stream, for
+    /// an engine's own kernels in that stream.
+    ///
+    /// # Errors
+    /// [`DeviceError::HostTensorsOnly`] where the host's tables are all there is, or what the driver
+    /// says.
+    fn upload_tables(&mut self, args: &TablesUpload<'_>) -> Result<DeviceTables, DeviceError> {
         let _ = args;
         Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
     }

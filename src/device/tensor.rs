@@ -31,6 +31,8 @@ pub enum TensorMut<'a> {
     F32(&'a mut [f32]),
     /// IEEE half precision.
     F16(&'a mut [f16]),
+    /// bfloat16.
+    Bf16(&'a mut [bf16]),
 }
 
 /// A dense tensor in a GPU's memory, in row-major order, to read or to write.
@@ -164,6 +166,7 @@ impl TensorMut<'_> {
         match self {
             Self::F32(data) => data.len(),
             Self::F16(data) => data.len(),
+            Self::Bf16(data) => data.len(),
         }
     }
 
@@ -201,5 +204,11 @@ impl<'a> From<&'a mut [f32]> for TensorMut<'a> {
 impl<'a> From<&'a mut [f16]> for TensorMut<'a> {
     fn from(data: &'a mut [f16]) -> Self {
         Self::F16(data)
+    }
+}
+
+impl<'a> From<&'a mut [bf16]> for TensorMut<'a> {
+    fn from(data: &'a mut [bf16]) -> Self {
+        Self::Bf16(data)
     }
 }

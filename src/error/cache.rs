@@ -19,6 +19,12 @@ pub enum CacheError {
         /// Its generation.
         generation: u64,
     },
+    /// The step was committed or cancelled, or was never open.
+    #[error("step {number} is not open: it was committed or cancelled, or never reserved")]
+    StaleStep {
+        /// Its number.
+        number: u64,
+    },
     /// The block of the handle was given back, or the handle was never given out.
     #[error(
         "the block handle (group {group}, block {block}, generation {generation}) is not alive"

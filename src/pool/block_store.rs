@@ -52,6 +52,18 @@ pub struct BlockHandle {
 }
 
 impl BlockHandle {
+    /// A handle made of its parts, to be checked at its next use.
+    #[must_use]
+    pub const fn from_parts(cache_id: u32, group: u32, block: u32, generation: u64) -> Self {
+        Self { cache_id, group: GroupIdx(group), block: BlockId(block), generation }
+    }
+
+    /// The parts: the cache's id, the group, the block, the generation.
+    #[must_use]
+    pub const fn parts(&self) -> (u32, u32, u32, u64) {
+        (self.cache_id, self.group.0, self.block.0, self.generation)
+    }
+
     /// The layer group.
     #[must_use]
     pub const fn group(&self) -> GroupIdx {

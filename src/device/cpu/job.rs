@@ -1,8 +1,8 @@
 //! An attend call that has been checked, in the form that the kernels share.
 
-use half::f16;
+use half::{bf16, f16};
 
-use super::super::convert::f32_to_f16;
+use super::super::convert::{f32_to_bf16, f32_to_f16};
 use super::super::{AttendArgs, BatchSeq, TensorMut, TensorRef};
 use super::disjoint::Disjoint;
 use super::task::{Partial, Task};
@@ -17,6 +17,8 @@ pub(super) enum Out<'a> {
     F32(Disjoint<'a, f32>),
     /// IEEE half precision.
     F16(Disjoint<'a, f16>),
+    /// bfloat16.
+    Bf16(Disjoint<'a, bf16>),
 }
 
 /// Everything that the workers read, and where they write.
@@ -56,6 +58,7 @@ impl<'a> AttendJob<'a> {
         let out = match &mut args.out {
             TensorMut::F32(out) => Out::F32(Disjoint::new(out)),
             TensorMut::F16(out) => Out::F16(Disjoint::new(out)),
+            TensorMut::Bf16(out) => Out::Bf16(Disjoint::new(out)),
         };
         let job = Self {
             pool,
@@ -188,6 +191,13 @@ impl<'a> AttendJob<'a> {
                     let out = unsafe { out.part(first, head_dim) };
                     for (out, x) in out.iter_mut().zip(acc) {
                         *out = f16::from_bits(f32_to_f16(value(x)));
+                    }
+                }
+                Out::Bf16(out) => {
+                    // SAFETY: as above.
+                    let out = unsafe { out.part(first, head_dim) };
+                    for (out, x) in out.iter_mut().zip(acc) {
+                        *out = bf16::from_bits(f32_to_bf16(value(x)));
                     }
                 }
             }

@@ -90,6 +90,13 @@ unsafe fn one_head(job: &AttendJob<'_>, row: usize, q_head: usize, acc: &mut [f6
                 *out = f16::from_f64(value(*acc));
             }
         }
+        Out::Bf16(out) => {
+            // SAFETY: as above.
+            let out = unsafe { out.part(first, head_dim) };
+            for (out, acc) in out.iter_mut().zip(acc) {
+                *out = bf16::from_f64(value(*acc));
+            }
+        }
     }
     if let Some(lse) = &job.lse {
         // SAFETY: as above.

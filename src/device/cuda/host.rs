@@ -27,6 +27,7 @@ impl TensorMut<'_> {
         match self {
             Self::F32(_) => DType::F32,
             Self::F16(_) => DType::F16,
+            Self::Bf16(_) => DType::Bf16,
         }
     }
 
@@ -36,6 +37,7 @@ impl TensorMut<'_> {
         match self {
             Self::F32(data) => bytes_of_mut(&mut data[range]),
             Self::F16(data) => bytes_of_mut(&mut data[range]),
+            Self::Bf16(data) => bytes_of_mut(&mut data[range]),
         }
     }
 }

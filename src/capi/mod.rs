@@ -1,0 +1,88 @@
+//! The C interface. `csrc/include/kvpool.h` is its source and its documentation: the rules on
+//! statuses, ownership, threads and memory stand there; here stands how they are kept.
+//!
+//! | file | section of the header |
+//! |---|---|
+//! | `failure.rs` | status, last error |
+//! | `handle.rs`, `registry.rs` | handles, and the objects behind them |
+//! | `object.rs` | a cache behind its handle: who may enter, and what a panic leaves |
+//! | `caller.rs` | pointers of the caller, checked |
+//! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
+//! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
+//! | `prefix.rs`, `events.rs`, `stats.rs` | prefixes, events, statistics |
+//!
+//! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
+//! that the header declares) are made by `csrc/bindings.sh`.
+//!
+//! **Locks.** There are three, and none is taken while a later one is held: the table of objects
+//! (`registry.rs`, for the time of a look-up), a cache's own mutex (`object.rs`), its DLPack views
+//! (`dlpack.rs`). A verb claims the cache before it takes the mutex, so a second verb is refused
+//! rather than kept waiting; a reader waits.
+
+#![allow(missing_docs, clippy::missing_safety_doc, reason = "kvpool.h documents the functions")]
+#![allow(non_camel_case_types, reason = "the header's names")]
+
+mod admission;
+mod bindings;
+mod caller;
+mod config;
+mod dlpack;
+mod events;
+mod failure;
+pub mod fault;
+mod handle;
+mod object;
+mod open;
+mod plan;
+mod prefix;
+mod registry;
+mod sequence;
+mod signatures;
+mod stats;
+mod step;
+mod tensor;
+mod text;
+
+pub use admission::*;
+pub use bindings::*;
+pub use config::*;
+pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor, kvpool_cache_dlpack};
+pub use events::*;
+pub use failure::{kvpool_last_error, kvpool_status_name};
+pub use open::*;
+pub use plan::*;
+pub use prefix::*;
+pub use sequence::*;
+pub use stats::*;
+pub use step::*;
+
+/// The ABI's version.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_abi_version() -> u32 {
+    KVPOOL_ABI_VERSION
+}
+
+/// The library's version, with its final NUL.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_version() -> *const std::ffi::c_char {
+    KVPOOL_VERSION.as_ptr().cast()
+}
+
+// The header cannot read Cargo.toml.
+const _: () = assert!(
+    env!("CARGO_PKG_VERSION").len() + 1 == KVPOOL_VERSION.len(),
+    "KVPOOL_VERSION of kvpool.h is not the package's version"
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_header_has_the_version_of_the_package() {
+        let text = format!("{KVPOOL_VERSION_MAJOR}.{KVPOOL_VERSION_MINOR}.{KVPOOL_VERSION_PATCH}");
+        assert_eq!(text, env!("CARGO_PKG_VERSION"));
+        let name = KVPOOL_VERSION.strip_suffix(b"\0").expect("a C string");
+        assert_eq!(name, text.as_bytes());
+    }
+}

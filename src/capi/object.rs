@@ -1,0 +1,230 @@
+//! A cache behind its handle: who may enter, and what a panic leaves.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::bindings::{KVPOOL_OK, kvpool_cache_t, kvpool_status_t, kvpool_step_t};
+use super::dlpack::Views;
+use super::failure::{CallError, Failure, note};
+use super::registry::Registry;
+use super::{fault, handle};
+use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, SeqHandle, Step};
+use crate::config::Config;
+use crate::device::DeviceInfo;
+use crate::plan::Plan;
+
+/// The caches of the process.
+pub(super) static CACHES: Registry<Object> = Registry::new();
+
+/// An open cache. What does not change is beside the mutex.
+#[derive(Debug)]
+pub(super) struct Object {
+    pub(super) plan: Plan,
+    pub(super) config: Config,
+    pub(super) device: DeviceInfo,
+    /// The pool's first byte, in the device's memory.
+    pub(super) base: usize,
+    pub(super) prober: Option<Prober>,
+    pub(super) views: Views,
+    open: Mutex<Open>,
+    /// The thread that is in a verb; 0 for none.
+    inside: AtomicUsize,
+    poisoned: AtomicBool,
+    /// Whether its handle is gone, for a thread that had looked it up before.
+    closed: AtomicBool,
+}
+
+/// The cache itself, and what its functions need room for: all of it allocated at open.
+#[derive(Debug)]
+pub(super) struct Open {
+    pub(super) cache: Cache,
+    /// What a step reserves. `[seq_slots]`
+    pub(super) items: Vec<(SeqHandle, u32)>,
+    /// What a batch begins, during the call. `[seq_slots]`
+    pub(super) batch: Vec<(&'static [u32], BeginOptions)>,
+    /// `[seq_slots]`
+    pub(super) begun: Vec<Begun>,
+    /// By the slot of their sequence. `[seq_slots]`
+    pub(super) reservations: Vec<Option<Reservation>>,
+}
+
+impl Open {
+    fn new(cache: Cache) -> Self {
+        let slots = cache.plan().seq_slots as usize;
+        Self {
+            cache,
+            items: Vec::with_capacity(slots),
+            batch: Vec::with_capacity(slots),
+            begun: Vec::with_capacity(slots),
+            reservations: (0..slots).map(|_| None).collect(),
+        }
+    }
+}
+
+/// A number that no other living thread has.
+fn this_thread() -> usize {
+    thread_local! {
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+/// A thread's stay in a verb.
+struct Inside<'a>(&'a AtomicUsize);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+impl Object {
+    pub(super) fn new(cache: Cache, plan: Plan, config: Config) -> Arc<Self> {
+        Arc::new(Self {
+            device: cache.device_info(),
+            base: cache.pool_ptr().expose_provenance(),
+            prober: cache.prober(),
+            views: Views::new(plan.geometry.num_layers),
+            open: Mutex::new(Open::new(cache)),
+            inside: AtomicUsize::new(0),
+            poisoned: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            plan,
+            config,
+        })
+    }
+
+    /// Claims the cache for a verb.
+    fn enter(&self) -> Result<Inside<'_>, CallError> {
+        let claimed =
+            self.inside.compare_exchange(0, this_thread(), Ordering::Acquire, Ordering::Relaxed);
+        if claimed.is_err() { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
+    }
+
+    /// The cache, once nobody is in it.
+    fn lock(&self) -> MutexGuard<'_, Open> {
+        // What a panic left is known by `poisoned`.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses a cache that was closed meanwhile, or met a panic before.
+    fn check_usable(&self) -> Result<(), CallError> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(CallError::StaleHandle { what: "cache" });
+        }
+        if self.poisoned.load(Ordering::Acquire) { Err(CallError::Poisoned) } else { Ok(()) }
+    }
+
+    /// Runs what may panic, after which the cache is not to be trusted.
+    fn run(&self, call: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
+        catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
+            self.poisoned.store(true, Ordering::Release);
+            Err(of_panic(payload.as_ref()))
+        })
+    }
+
+    fn verb(&self, call: impl FnOnce(&mut Open) -> Result<(), Failure>) -> Result<(), Failure> {
+        let _inside = self.enter()?;
+        self.check_usable()?;
+        let mut open = self.lock();
+        self.run(|| {
+            fault::point();
+            call(&mut open)
+        })
+    }
+
+    fn read(&self, call: impl FnOnce(&Open) -> Result<(), Failure>) -> Result<(), Failure> {
+        // A callback of this thread's own verb would wait for itself.
+        if self.inside.load(Ordering::Relaxed) == this_thread() {
+            return Err(CallError::Busy.into());
+        }
+        self.check_usable()?;
+        let open = self.lock();
+        self.run(|| call(&open))
+    }
+}
+
+fn of_panic(payload: &(dyn Any + Send)) -> Failure {
+    let said = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let said = said.or_else(|| payload.downcast_ref::<String>().cloned());
+    Failure::Panic(said.unwrap_or_default())
+}
+
+/// The status of a call: no panic passes.
+pub(super) fn guarded(call: impl FnOnce() -> Result<(), Failure>) -> kvpool_status_t {
+    let result = catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|payload| Err(of_panic(payload.as_ref())));
+    match result {
+        Ok(()) => KVPOOL_OK,
+        Err(failure) => note(&failure),
+    }
+}
+
+/// A verb that may be called while a step is open.
+pub(super) fn verb_beside_step(
+    cache: kvpool_cache_t,
+    call: impl FnOnce(&mut Open) -> Result<(), Failure>,
+) -> kvpool_status_t {
+    guarded(|| CACHES.get(cache)?.verb(call))
+}
+
+/// A verb that is not of a step.
+pub(super) fn verb(
+    cache: kvpool_cache_t,
+    call: impl FnOnce(&mut Open) -> Result<(), Failure>,
+) -> kvpool_status_t {
+    verb_beside_step(cache, |open| {
+        if open.cache.has_open_step() {
+            return Err(CallError::StepOpen.into());
+        }
+        call(open)
+    })
+}
+
+/// A verb of an open step, which stays open.
+pub(super) fn step_verb(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    call: impl FnOnce(&mut Step<'_>) -> Result<(), Failure>,
+) -> kvpool_status_t {
+    verb_beside_step(cache, |open| {
+        let mut step = open.cache.resume(handle::step(step)?)?;
+        let result = call(&mut step);
+        let _ = step.detach();
+        result
+    })
+}
+
+/// A function that changes nothing, and waits while a verb is under way.
+pub(super) fn reader(
+    cache: kvpool_cache_t,
+    call: impl FnOnce(&Open) -> Result<(), Failure>,
+) -> kvpool_status_t {
+    guarded(|| CACHES.get(cache)?.read(call))
+}
+
+/// A function that looks at what does not change.
+pub(super) fn any(
+    cache: kvpool_cache_t,
+    call: impl FnOnce(&Arc<Object>) -> Result<(), Failure>,
+) -> kvpool_status_t {
+    guarded(|| {
+        let object = CACHES.get(cache)?;
+        object.check_usable()?;
+        call(&object)
+    })
+}
+
+/// Takes a cache out, unless a verb is under way.
+pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
+    guarded(|| {
+        let object = CACHES.get(cache)?;
+        let _inside = object.enter()?;
+        // Whoever is still reading keeps the object until it is done.
+        CACHES.remove(cache)?;
+        object.closed.store(true, Ordering::Release);
+        Ok(())
+    })
+}

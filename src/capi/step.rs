@@ -1,0 +1,300 @@
+//! The header's section "Steps".
+
+use std::ptr::null;
+
+use super::bindings::*;
+use super::caller::Caller;
+use super::failure::Failure;
+use super::handle::{self, of_step, seq};
+use super::object::{CACHES, step_verb, verb, verb_beside_step};
+use super::tensor::{Attend, Given};
+use crate::cache::{AttendOptions, Step};
+use crate::device::BatchSeq;
+use crate::error::CacheError;
+use crate::plan::GroupKind;
+use crate::units::{GroupIdx, LayerIdx};
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_cache_reserve(
+    cache: kvpool_cache_t,
+    items: *const kvpool_step_item_t,
+    num_items: usize,
+    tokens: *const u32,
+    num_tokens: usize,
+    out: *mut kvpool_step_t,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    verb(cache, |open| {
+        let items = caller.slice("items", items, num_items)?;
+        let out = caller.place("out", out)?;
+        if items.len() > open.items.capacity() {
+            // So many cannot be alive; some are named twice, or not at all.
+            let seq_slots = open.cache.plan().seq_slots;
+            return Err(CacheError::NoSeqSlot { seq_slots }.into());
+        }
+        open.items.clear();
+        for item in items {
+            open.items.push((seq(item.sequence)?, item.num_tokens));
+        }
+        let step = if tokens.is_null() && num_tokens == 0 {
+            open.cache.reserve(&open.items)?
+        } else {
+            let tokens = caller.slice("tokens", tokens, num_tokens)?;
+            open.cache.reserve_tokens(&open.items, tokens)?
+        };
+        out.set(of_step(step.detach()));
+        Ok(())
+    })
+}
+
+// The header's struct is the one that a step has.
+const _: () = assert!(
+    size_of::<kvpool_batch_seq_t>() == size_of::<BatchSeq>()
+        && align_of::<kvpool_batch_seq_t>() == align_of::<BatchSeq>()
+        && std::mem::offset_of!(BatchSeq, slot) == std::mem::offset_of!(kvpool_batch_seq, slot)
+        && std::mem::offset_of!(BatchSeq, row_start)
+            == std::mem::offset_of!(kvpool_batch_seq, row_start)
+        && std::mem::offset_of!(BatchSeq, rows) == std::mem::offset_of!(kvpool_batch_seq, rows)
+        && std::mem::offset_of!(BatchSeq, first_position)
+            == std::mem::offset_of!(kvpool_batch_seq, first_position)
+);
+
+/// The length of a list of a step, which the plan bounds far below this.
+fn count(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_get_view(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    out: *mut kvpool_step_view_t,
+    out_size: usize,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let out = caller.out("out", out, out_size)?;
+        out.set(kvpool_step_view_t {
+            size: 0,
+            num_tokens: count(step.num_tokens()),
+            num_seqs: count(step.seqs().len()),
+            positions: step.positions().as_ptr(),
+            seq_lens: step.seq_lens().as_ptr(),
+            seqs: step.seqs().as_ptr().cast(),
+        });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_get_group(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    group: u32,
+    out: *mut kvpool_step_group_t,
+    out_size: usize,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let out = caller.out("out", out, out_size)?;
+        let group = GroupIdx(group);
+        let token_slots = step.token_slots(group)?.as_ptr();
+        let paged = step.plan().groups[group.index()].kind == GroupKind::Paged;
+        let (block_table, block_table_row) = if paged {
+            let (table, row) = step.block_table(group)?;
+            (table.as_ptr(), row)
+        } else {
+            (null(), 0)
+        };
+        out.set(kvpool_step_group_t {
+            size: 0,
+            token_slots,
+            block_table,
+            block_table_row,
+            reserved: 0,
+        });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_get_csr(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    group: u32,
+    out: *mut kvpool_step_csr_t,
+    out_size: usize,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let out = caller.out("out", out, out_size)?;
+        let csr = match step.csr(GroupIdx(group)) {
+            Err(CacheError::CsrNotBuilt) => {
+                step.build_csr();
+                step.csr(GroupIdx(group))?
+            }
+            csr => csr?,
+        };
+        out.set(kvpool_step_csr_t {
+            size: 0,
+            kv_indptr: csr.kv_indptr.as_ptr(),
+            kv_indices: csr.kv_indices.as_ptr(),
+            kv_last_block_len: csr.kv_last_block_len.as_ptr(),
+            kv_first_position: csr.kv_first_position.as_ptr(),
+            num_indices: count(csr.kv_indices.len()),
+            reserved: 0,
+        });
+        Ok(())
+    })
+}
+
+/// The pool's bytes in host memory, which no output may overlap.
+fn pool_bytes(cache: kvpool_cache_t) -> Result<(usize, usize), Failure> {
+    let object = CACHES.get(cache)?;
+    let bytes = usize::try_from(object.plan.pool_bytes.get()).unwrap_or(usize::MAX);
+    Ok((object.base, object.base.saturating_add(bytes)))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_append(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    layer: u32,
+    k: *const kvpool_tensor_t,
+    v: *const kvpool_tensor_t,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let k = Given::of(&caller, "k", k)?;
+        let v = Given::of(&caller, "v", v)?.beside(&k)?;
+        let layer = LayerIdx(layer);
+        if k.on_device {
+            return Ok(step.append_device(layer, k.device(), v.device())?);
+        }
+        let pool = pool_bytes(cache)?;
+        k.apart_from_bytes(pool, "the pool")?;
+        v.apart_from_bytes(pool, "the pool")?;
+        Ok(step.append(layer, k.host(&caller)?, v.host(&caller)?)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_mark_appended(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    layer: u32,
+) -> kvpool_status_t {
+    step_verb(cache, step, |step| Ok(step.mark_appended(LayerIdx(layer))?))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_mark_all_appended(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+) -> kvpool_status_t {
+    step_verb(cache, step, |step| {
+        step.mark_all_appended();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_attend(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    layer: u32,
+    q: *const kvpool_tensor_t,
+    out: *const kvpool_tensor_t,
+    options: *const kvpool_attend_options_t,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let q = Given::of(&caller, "q", q)?;
+        let out = Given::of(&caller, "out", out)?.beside(&q)?;
+        let Attend { softmax_scale, lse } = Attend::of(&caller, options)?;
+        let lse = lse.map(|lse| lse.beside(&q)).transpose()?;
+        out.apart_from(&q)?;
+        if let Some(lse) = &lse {
+            lse.apart_from(&q)?;
+            lse.apart_from(&out)?;
+        }
+        let layer = LayerIdx(layer);
+        if q.on_device {
+            let lse = lse.map(|lse| lse.device());
+            return Ok(step.attend_device(layer, q.device(), out.device(), lse, softmax_scale)?);
+        }
+        let pool = pool_bytes(cache)?;
+        for tensor in [Some(out), Some(q), lse].iter().flatten() {
+            tensor.apart_from_bytes(pool, "the pool")?;
+        }
+        let lse = lse.map(|lse| lse.host_f32(&caller)).transpose()?;
+        let options = AttendOptions { softmax_scale, lse };
+        Ok(step.attend(layer, q.host(&caller)?, out.host_mut(&caller)?, options)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_prepare(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+) -> kvpool_status_t {
+    step_verb(cache, step, |step| Ok(step.prepare()?))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_step_get_device(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+    group: u32,
+    out: *mut kvpool_step_device_t,
+    out_size: usize,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    step_verb(cache, step, |step| {
+        let out = caller.out("out", out, out_size)?;
+        let tables = step.upload_tables(GroupIdx(group))?;
+        let at = |address: u64| -> *const u32 {
+            std::ptr::without_provenance(usize::try_from(address).unwrap_or_default())
+        };
+        out.set(kvpool_step_device_t {
+            size: 0,
+            positions: at(tables.positions),
+            seq_lens: at(tables.seq_lens),
+            token_slots: at(tables.token_slots).cast(),
+            block_table: at(tables.block_table),
+            kv_indptr: at(tables.kv_indptr),
+            kv_indices: at(tables.kv_indices),
+            kv_last_block_len: at(tables.kv_last_block_len),
+            kv_first_position: at(tables.kv_first_position),
+            block_table_row: tables.block_table_row,
+            reserved: 0,
+        });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_commit(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+) -> kvpool_status_t {
+    verb_beside_step(cache, |open| Ok(open.cache.resume(handle::step(step)?)?.commit()?))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_cancel(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+) -> kvpool_status_t {
+    verb_beside_step(cache, |open| {
+        Step::cancel(open.cache.resume(handle::step(step)?)?);
+        Ok(())
+    })
+}
