@@ -1,0 +1,47 @@
+// kvpool for C++17: owners, spans and results over kvpool.h, which stays the contract.
+//
+//     auto config = kvpool::Config::load("serving.toml");
+//     if (!config) return complain(config.error());
+//     auto plan = kvpool::Plan::create(*config);
+//     auto cache = kvpool::Cache::open(*plan);
+//     auto begun = cache->begin(prompt);                              // a Sequence, which releases
+//     auto step = cache->reserve({{begun->sequence, n}}, tokens);     // a Step, which cancels
+//     step->append(layer, k, v); step->attend(layer, q, out); step->commit();
+//
+// RULES
+//
+// Errors. What can fail gives a Result<T>: a T, or an Error, which holds the status, the numbers, the setting
+// to change and the message, in fixed buffers: nothing is allocated, whether the call succeeds or fails.
+// value(), * and -> of a failed Result end the program with its message; where KVPOOL_EXCEPTIONS is defined
+// before the inclusion they throw kvpool::Exception. A program may have units of both kinds: the two are
+// different types. Without KVPOOL_EXCEPTIONS the layer works with -fno-exceptions and -fno-rtti.
+//
+// Owners. Config, Plan, Cache, Sequence, Pin, Reservation and Step move and do not copy, and give back what
+// they hold when they end; detach() gives the plain handle and ends the ownership. None refers to another:
+// owners may move, and may end in any order (an owner that outlives its cache, or whose sequence was
+// preempted, does nothing). But giving back is a verb: it is refused while a step is open or while another
+// thread is in a verb. An owner that ends then leaves its object alive, and says so to the handler of
+// set_leak_handler, by default a line on stderr.
+//
+// Threads. As in kvpool.h, where "any" and "reader" are here the const functions of Cache and Sequence: they
+// may be called by every thread beside one verb, which are the others. An owner itself is an ordinary
+// object: not to be moved or ended by one thread while another uses it.
+//
+// Memory. Nothing here allocates but texts (std::string), Config::load and Config::parse, and begin_batch of
+// more than 64 sequences.
+//
+// Everything has its C handle or struct within reach: c() gives it.
+#ifndef KVPOOL_HPP
+#define KVPOOL_HPP
+
+#include "kvpool/result.hpp"
+
+#include "kvpool/values.hpp"
+
+#include "kvpool/tensor.hpp"
+
+#include "kvpool/owners.hpp"
+
+#include "kvpool/cache.hpp"
+
+#endif  // KVPOOL_HPP
