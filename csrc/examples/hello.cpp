@@ -6,11 +6,13 @@
 #include <cstdio>
 #include <vector>
 
+static constexpr char CONFIG[] = R"(
+    model = { num_layers = 1, num_q_heads = 4, num_kv_heads = 2, head_dim = 64 }
+    limits = { max_seqs = 2, max_seq_len = 128, max_batch_tokens = 32 }
+    cache = { mode = "paged", format = "f16" })";
+
 int main() {
-    const auto config = kvpool::Config::parse(R"(
-        model = { num_layers = 1, num_q_heads = 4, num_kv_heads = 2, head_dim = 64 }
-        limits = { max_seqs = 2, max_seq_len = 128, max_batch_tokens = 32 }
-        cache = { mode = "paged", format = "f16" })").value();
+    const auto config = kvpool::Config::parse(CONFIG).value();
     const auto plan = kvpool::Plan::create(config).value();
     auto cache = kvpool::Cache::open(plan).value();
 
