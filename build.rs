@@ -28,6 +28,9 @@ use std::path::{Path, PathBuf};
 
 use nvcc::{Found, Machine, TOOLKIT_VARS, Version};
 
+/// Its number is the ABI's for ever: of a version that is not compatible it would be another.
+const SONAME: &str = "libkvpool.so.0";
+
 /// What `KVPOOL_CUDA` asks for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wanted {
@@ -56,6 +59,7 @@ fn main() {
         println!("cargo:rerun-if-changed={path}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    name_shared_library(&out);
     let wanted = match env::var("KVPOOL_CUDA").as_deref() {
         Err(_) | Ok("" | "auto") => Wanted::Auto,
         Ok("require") => Wanted::Require,
@@ -77,6 +81,25 @@ fn main() {
         }
     };
     fs::write(out.join("cuda_images.rs"), text).expect("OUT_DIR can be written");
+}
+
+/// Gives the shared library its soname on Linux, where programs remember that and not the file: so
+/// beside the library lies a link of that name, as there is where it is installed.
+fn name_shared_library(out: &Path) {
+    if env::var("CARGO_CFG_TARGET_OS").as_deref() != Ok("linux") {
+        return;
+    }
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,{SONAME}");
+    // OUT_DIR is `<profile's folder>/build/kvpool-<hash>/out`.
+    #[cfg(unix)]
+    if let Some(profile) = out.ancestors().nth(3) {
+        for folder in [profile.to_path_buf(), profile.join("deps")] {
+            let link = folder.join(SONAME);
+            // It is there from an earlier build, or the folder is of another shape: a program that
+            // needs the link will say so.
+            let _ = std::os::unix::fs::symlink("libkvpool.so", link);
+        }
+    }
 }
 
 /// Why there are no kernels.

@@ -238,7 +238,9 @@ private:
             fail("no answer to a request that is too long");
             return false;
         }
-        if (text.rfind("refused " + std::to_string(id) + " KVPOOL_TOO_LONG ", 0) != 0) {
+        const std::string refused = "refused " + std::to_string(id) + " ";
+        const bool queue_full = text.rfind(refused + "QUEUE_FULL ", 0) == 0 && arguments_.may_refuse != 0;
+        if (text.rfind(refused + "KVPOOL_TOO_LONG ", 0) != 0 && !queue_full) {
             fail("too long, and answered: " + text);
         }
         return true;

@@ -97,6 +97,8 @@ public:
         for (size_t i = 0; i < weights_.size(); ++i) weights_[i] = 1.5f * random(1, i);
         embedding_.resize(size_t{VOCABULARY} * width_);
         for (size_t i = 0; i < embedding_.size(); ++i) embedding_[i] = random(2, i);
+        unembedding_.resize(embedding_.size());
+        for (size_t i = 0; i < embedding_.size(); ++i) unembedding_[i] = random(3, i);
         const size_t rows = info_.max_batch_tokens;
         x_.resize(rows * width_), q_.resize(rows * width_), out_.resize(rows * width_);
         k_.resize(rows * kv_width_), v_.resize(rows * kv_width_);
@@ -185,7 +187,7 @@ private:
         float most = -INFINITY;
         for (uint32_t token = 0; token < VOCABULARY; ++token) {
             float logit = 0;
-            for (uint32_t i = 0; i < width_; ++i) logit += x[i] * embedding_[size_t{token} * width_ + i];
+            for (uint32_t i = 0; i < width_; ++i) logit += x[i] * unembedding_[size_t{token} * width_ + i];
             if (logit > most) most = logit, best = token;
         }
         return best;
@@ -223,7 +225,7 @@ private:
     bool verify_;
     float largest_difference_ = 0;
     std::vector<Scratch> scratch_;
-    std::vector<float> weights_, embedding_, x_, q_, k_, v_, out_, checked_;
+    std::vector<float> weights_, embedding_, unembedding_, x_, q_, k_, v_, out_, checked_;
     std::vector<const kvpool::BatchSeq*> seq_of_row_;
 };
 

@@ -76,6 +76,7 @@ private:
         uint32_t prompt_len;
         uint32_t committed = 0;  // of `tokens`, in the cache
         uint32_t now = 0;        // of `tokens`, in this step
+        bool counted = false;    // that it began; again after a preemption is not counted
         kvpool::Sequence sequence = {};
 
         uint32_t generated() const { return static_cast<uint32_t>(tokens.size()) - prompt_len; }
@@ -185,7 +186,8 @@ private:
             if (begun) {
                 request.sequence = std::move(begun->sequence);
                 request.committed = begun->cached_len;
-                if (request.generated() == 0) {
+                if (!request.counted) {
+                    request.counted = true;
                     counters_.prompt_tokens += request.prompt_len;
                     counters_.reused_tokens += begun->cached_len;
                 }
