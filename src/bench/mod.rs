@@ -7,6 +7,7 @@
 //! figures are medians. The criterion groups in `benches/` call the same functions.
 
 mod attention;
+pub mod capi;
 mod dram;
 mod error;
 pub mod manager;

@@ -102,6 +102,25 @@ impl Batch {
     }
 }
 
+/// An entry of what a step reserves: a sequence, and how many tokens it gets. The C interface has
+/// its own, which are not copied.
+pub(crate) trait StepItem {
+    fn sequence(&self) -> SeqHandle;
+    fn num_tokens(&self) -> u32;
+}
+
+impl StepItem for (SeqHandle, u32) {
+    #[inline]
+    fn sequence(&self) -> SeqHandle {
+        self.0
+    }
+
+    #[inline]
+    fn num_tokens(&self) -> u32 {
+        self.1
+    }
+}
+
 /// What a batch that may be taken consists of.
 struct Checked {
     /// Its tokens.
@@ -115,9 +134,9 @@ struct Checked {
 impl Cache {
     /// Checks a batch and takes its blocks: all or nothing. `tokens` are the ids of all tokens in
     /// the order of the rows, where the caller knows them.
-    pub(super) fn open_step(
+    pub(super) fn open_step<W: StepItem>(
         &mut self,
-        wanted: &[(SeqHandle, u32)],
+        wanted: &[W],
         tokens: Option<&[u32]>,
     ) -> Result<(), CacheError> {
         self.abandon_step();
@@ -150,8 +169,8 @@ impl Cache {
         if total == wanted.len() {
             self.take_single_rows(wanted);
         } else {
-            for &(sequence, tokens) in wanted {
-                self.take_for_step(sequence.slot, tokens);
+            for item in wanted {
+                self.take_for_step(item.sequence().slot, item.num_tokens());
             }
         }
         if let Some(tokens) = tokens {
@@ -167,15 +186,16 @@ impl Cache {
 
     /// Handles, lengths, limits; sums up the blocks that are wanted. Marks sequences with the
     /// step's number, which no one else reads.
-    fn check_batch(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Checked, CacheError> {
+    fn check_batch<W: StepItem>(&mut self, wanted: &[W]) -> Result<Checked, CacheError> {
         let limits = &self.plan.limits;
         let mut total = 0_u64;
         let (mut shared_tails, mut prefilling) = (false, false);
         if wanted.is_empty() {
             self.batch.wanted.fill(0);
         }
-        for (at, &(sequence, tokens)) in wanted.iter().enumerate() {
-            let slot = self.seqs.check(sequence)?;
+        for (at, item) in wanted.iter().enumerate() {
+            let tokens = item.num_tokens();
+            let slot = self.seqs.check(item.sequence())?;
             let record = self.seqs.record_mut(slot);
             if record.last_step == self.batch.number {
                 return Err(CacheError::SequenceTwice { slot });
@@ -232,11 +252,11 @@ impl Cache {
     }
 
     /// Whether the tokens are those that the prompts had.
-    fn check_tokens(&self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) -> Result<(), CacheError> {
+    fn check_tokens<W: StepItem>(&self, wanted: &[W], tokens: &[u32]) -> Result<(), CacheError> {
         let Some(reuse) = &self.reuse else { return Ok(()) };
         let mut start = 0;
-        for &(sequence, count) in wanted {
-            let slot = sequence.slot;
+        for item in wanted {
+            let (slot, count) = (item.sequence().slot, item.num_tokens());
             let record = self.seqs.record(slot);
             let given = &tokens[start..start + count as usize];
             start += count as usize;
@@ -256,20 +276,21 @@ impl Cache {
     }
 
     /// Writes the step's tokens to their sequences' rows. They count as known when it commits.
-    fn note_tokens(&mut self, wanted: &[(SeqHandle, u32)], tokens: &[u32]) {
+    fn note_tokens<W: StepItem>(&mut self, wanted: &[W], tokens: &[u32]) {
         let Some(reuse) = &mut self.reuse else { return };
         self.batch.tokens_given = true;
         if tokens.len() == wanted.len() {
             let rows = wanted.iter().zip(&self.batch.positions);
-            for ((&(sequence, _), position), token) in rows.zip(tokens) {
-                reuse.tokens_mut(sequence.slot)[*position as usize] = *token;
+            for ((item, position), token) in rows.zip(tokens) {
+                reuse.tokens_mut(item.sequence().slot)[*position as usize] = *token;
             }
             return;
         }
         let mut start = 0;
-        for &(sequence, count) in wanted {
-            let len = self.seqs.record(sequence.slot).len as usize;
-            let row = &mut reuse.tokens_mut(sequence.slot)[len..len + count as usize];
+        for item in wanted {
+            let (slot, count) = (item.sequence().slot, item.num_tokens());
+            let len = self.seqs.record(slot).len as usize;
+            let row = &mut reuse.tokens_mut(slot)[len..len + count as usize];
             row.copy_from_slice(&tokens[start..start + count as usize]);
             start += count as usize;
         }
@@ -320,9 +341,9 @@ impl Cache {
 
     /// [`Cache::take_for_step`] for a batch of one token of each sequence: what an engine that
     /// decodes does all day.
-    fn take_single_rows(&mut self, wanted: &[(SeqHandle, u32)]) {
-        for &(sequence, _) in wanted {
-            let slot = sequence.slot;
+    fn take_single_rows<W: StepItem>(&mut self, wanted: &[W]) {
+        for item in wanted {
+            let slot = item.sequence().slot;
             let record = self.seqs.record_mut(slot);
             let position = record.len;
             record.written = record.written.max(position + 1);
@@ -337,7 +358,7 @@ impl Cache {
         }
         let (shift, mask) = (self.block_shift, self.block_mask);
         let Batch { positions, seqs, seq_lens, token_slots, .. } = &mut self.batch;
-        let rows = || wanted.iter().map(|(sequence, _)| sequence.slot).zip(&*positions);
+        let rows = || wanted.iter().map(|item| item.sequence().slot).zip(&*positions);
         seq_lens.extend(positions.iter().map(|position| position + 1));
         seqs.extend((0..).zip(rows()).map(|(row_start, (slot, position))| BatchSeq {
             slot,

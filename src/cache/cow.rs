@@ -6,7 +6,7 @@
 //! which writes in place if nobody else can find the block. Where the block is in the index and
 //! others go on from it there, the last copies too, if there is a block to spare; if not, they go.
 
-use super::{Cache, SeqHandle};
+use super::{Cache, StepItem};
 use crate::error::CacheError;
 use crate::plan::{COW_BYTES, NO_BLOCK};
 use crate::units::BlockId;
@@ -26,9 +26,9 @@ const _: () = assert!(size_of::<Replaced>() as u64 == COW_BYTES);
 impl Cache {
     /// Finds the last blocks that must be copied before a step writes, holds them, and adds the
     /// blocks for the copies to what the step wants.
-    pub(super) fn hold_shared_tails(&mut self, wanted: &[(SeqHandle, u32)]) {
-        for &(sequence, _) in wanted {
-            let slot = sequence.slot;
+    pub(super) fn hold_shared_tails<W: StepItem>(&mut self, wanted: &[W]) {
+        for item in wanted {
+            let slot = item.sequence().slot;
             for group in 0..self.plan.groups.len() {
                 if self.seqs.state(slot, group).shared_tail {
                     self.hold_shared_tail(group, slot);

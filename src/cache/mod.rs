@@ -39,6 +39,7 @@ mod step;
 mod truncate;
 
 pub use admission::{Estimate, Reservation, ReservationRefused};
+pub(crate) use batch::StepItem;
 pub use begin::{BeginOptions, Begun};
 pub use csr::Csr;
 pub use events::{Event, EventKind, Polled};

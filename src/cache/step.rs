@@ -1,5 +1,6 @@
 //! One step of the model: the transaction in which tokens enter the cache.
 
+use super::batch::StepItem;
 use super::sequence::SeqHandle;
 use super::{Cache, Csr};
 use crate::device::{AppendArgs, AttendArgs, BatchSeq, TensorMut, TensorRef};
@@ -39,9 +40,7 @@ impl Cache {
     /// Stale, foreign or repeated handles, 0 tokens, a limit exceeded, or
     /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
     pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
-        self.open_step(wanted, None)?;
-        self.step_name += 1;
-        Ok(Step { cache: self, open: true })
+        self.reserve_items(wanted, None)
     }
 
     /// As [`Cache::reserve`], with the ids of the step's tokens, in the order of its rows, so that
@@ -58,7 +57,16 @@ impl Cache {
         wanted: &[(SeqHandle, u32)],
         tokens: &[u32],
     ) -> Result<Step<'_>, CacheError> {
-        self.open_step(wanted, Some(tokens))?;
+        self.reserve_items(wanted, Some(tokens))
+    }
+
+    /// Both of these, of entries of any form.
+    pub(crate) fn reserve_items<W: StepItem>(
+        &mut self,
+        wanted: &[W],
+        tokens: Option<&[u32]>,
+    ) -> Result<Step<'_>, CacheError> {
+        self.open_step(wanted, tokens)?;
         self.step_name += 1;
         Ok(Step { cache: self, open: true })
     }

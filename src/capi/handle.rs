@@ -90,6 +90,17 @@ pub(super) fn seq(handle: kvpool_seq_t) -> Result<SeqHandle, CallError> {
     Ok(SeqHandle::from_parts(owner, place, generation))
 }
 
+/// A sequence's handle, or, where it is none, one that no cache has given out.
+#[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+#[inline]
+pub(super) fn seq_or_nobodys(handle: kvpool_seq_t) -> SeqHandle {
+    let [at, named] = handle.word;
+    let generation = named & ((1 << GENERATION_BITS) - 1);
+    let is_seq = named >> GENERATION_BITS == u64::from(kvpool_seq_t::KIND);
+    // Caches are numbered from 1 on.
+    SeqHandle::from_parts(if is_seq { (at >> 32) as u32 } else { 0 }, at as u32, generation)
+}
+
 pub(super) fn of_seq(handle: SeqHandle) -> kvpool_seq_t {
     let (owner, place, generation) = handle.parts();
     pack(Parts { owner, place, generation })

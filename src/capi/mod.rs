@@ -10,6 +10,7 @@
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
 //! | `prefix.rs`, `events.rs`, `stats.rs` | prefixes, events, statistics |
+//! | `decode.rs`, `fault.rs` | none: for `kvpool bench capi`, and for tests |
 //!
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
 //! that the header declares) are made by `csrc/bindings.sh`.
@@ -26,6 +27,7 @@ mod admission;
 mod bindings;
 mod caller;
 mod config;
+pub mod decode;
 mod dlpack;
 mod events;
 mod failure;

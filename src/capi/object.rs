@@ -10,7 +10,7 @@ use super::dlpack::Views;
 use super::failure::{CallError, Failure, note};
 use super::registry::Registry;
 use super::{fault, handle};
-use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, SeqHandle, Step};
+use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
 use crate::device::DeviceInfo;
 use crate::plan::Plan;
@@ -40,8 +40,6 @@ pub(super) struct Object {
 #[derive(Debug)]
 pub(super) struct Open {
     pub(super) cache: Cache,
-    /// What a step reserves. `[seq_slots]`
-    pub(super) items: Vec<(SeqHandle, u32)>,
     /// What a batch begins, during the call. `[seq_slots]`
     pub(super) batch: Vec<(&'static [u32], BeginOptions)>,
     /// `[seq_slots]`
@@ -55,7 +53,6 @@ impl Open {
         let slots = cache.plan().seq_slots as usize;
         Self {
             cache,
-            items: Vec::with_capacity(slots),
             batch: Vec::with_capacity(slots),
             begun: Vec::with_capacity(slots),
             reservations: (0..slots).map(|_| None).collect(),

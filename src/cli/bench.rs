@@ -10,12 +10,12 @@ use serde::de::DeserializeOwned;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
 use super::{CliError, print, table, text_of};
-use crate::bench::{self, Measurement, Operation, Options, manager};
+use crate::bench::{self, Measurement, Operation, Options, capi, manager};
 use crate::config::{CacheMode, Format, KernelChoice};
 
 /// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
-#[command(subcommand_value_name = "decode|append|prefill|manager")]
+#[command(subcommand_value_name = "decode|append|prefill|manager|capi")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: What,
@@ -38,9 +38,11 @@ enum What {
     /// Measure the manager alone: blocks, prefix index, steps; no K and V
     #[command(after_help = cases())]
     Manager(ManagerArgs),
+    /// Measure the C interface beside the Rust API: reserve and commit of 256 sequences
+    Capi(ManagerArgs),
 }
 
-/// How to measure the manager.
+/// How to measure the manager, or the C interface.
 #[derive(Debug, Args)]
 struct ManagerArgs {
     /// Few rounds: shows that everything works, with rough figures
@@ -97,6 +99,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         What::Append(kernels) => run_kernels(args, kernels, Operation::Append),
         What::Prefill(kernels) => run_kernels(args, kernels, Operation::Prefill),
         What::Manager(manager) => run_manager(args, manager),
+        What::Capi(options) => run_capi(args, options.quick),
     }
 }
 
@@ -131,6 +134,23 @@ fn run_manager(args: &BenchArgs, manager: &ManagerArgs) -> Result<(), CliError> 
             format!("{:.1}", one.ns_per_unit),
             one.unit.to_owned(),
             one.allocations.map_or("not counted".to_owned(), |count| count.to_string()),
+        ]);
+    }
+    print(&text_of(&table))
+}
+
+fn run_capi(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
+    let results = capi::run(quick, &args.filter)?;
+    if args.json {
+        return print_json(&results, Some(quick));
+    }
+    let mut table = table(&["call", "Rust ns", "C ns", "C / Rust"], 1..4);
+    for one in &results {
+        table.add_row([
+            one.name.to_owned(),
+            format!("{:.0}", one.rust_ns),
+            format!("{:.0}", one.c_ns),
+            format!("{:.3}", one.ratio),
         ]);
     }
     print(&text_of(&table))

@@ -25,7 +25,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::{BenchError, manager::ManagerError};
+use crate::bench::{BenchError, capi::CrossingError, manager::ManagerError};
 use crate::config::{self, Source};
 use crate::error::{ConfigError, JobError, OpenError, PlanError};
 
@@ -112,6 +112,8 @@ enum CliError {
     Manager(#[from] ManagerError),
     #[error(transparent)]
     Bench(#[from] BenchError),
+    #[error(transparent)]
+    Crossing(#[from] CrossingError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
     /// The job ran, and this is not as it must be. A line each.
@@ -129,6 +131,7 @@ impl CliError {
                 | Self::Job(JobError::Config(_) | JobError::NoWorkload { .. })
                 | Self::Manager(ManagerError::NoSuchCase { .. })
                 | Self::Bench(BenchError::NoSuchShape { .. })
+                | Self::Crossing(CrossingError::NoSuchCall { .. })
         )
     }
 }
