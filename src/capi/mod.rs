@@ -43,6 +43,8 @@ mod signatures;
 mod stats;
 mod step;
 mod tensor;
+#[cfg(test)]
+mod tests;
 mod text;
 
 pub use admission::*;
@@ -77,7 +79,7 @@ const _: () = assert!(
 );
 
 #[cfg(test)]
-mod tests {
+mod version {
     use super::*;
 
     #[test]
