@@ -13,7 +13,10 @@ mod common;
 mod emulator;
 
 use common::{FORMATS, MODES, Rng, Spec};
+use std::ptr::null;
+
 use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
+use kvpool::capi::*;
 use kvpool::config::{Admission, Capacity, KernelChoice};
 use kvpool::device::cpu::CpuDevice;
 use kvpool::device::{CountingAllocator, TensorMut, TensorRef, allocation_counts};
@@ -47,6 +50,7 @@ fn main() {
     edge_10_a_whole_trace_allocates_nothing();
     large_steps_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
+    the_c_interface_allocates_nothing();
     if !common::on_cuda() {
         the_same_on_the_emulated_cuda_device();
     }
@@ -109,6 +113,99 @@ fn edge_10_a_whole_trace_allocates_nothing() {
     let (most, few) = if common::on_cuda() { (5_000, 1_000) } else { (10_000, 2_000) };
     assert!(verbs > most && refused > few, "{verbs} verbs, {refused} refused");
     println!("edge_10_a_whole_trace_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
+}
+
+/// The same through the C interface, with a thread's first failure and DLPack views.
+fn the_c_interface_allocates_nothing() {
+    let toml = "model = { num_layers = 2, num_q_heads = 2, num_kv_heads = 1, head_dim = 16 }\n\
+        cache = { mode = 'paged', format = 'int8', event_buffer = 16 }\n\
+        limits = { max_seqs = 4, max_seq_len = 64, max_batch_tokens = 64 }\n\
+        device = { threads = 1 }";
+    // SAFETY: handles and the structs are numbers.
+    let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
+        unsafe { std::mem::zeroed() };
+    let (text, name) = (toml.as_ptr().cast(), c"test".as_ptr());
+    // SAFETY: a text and its length, a C string, no overrides, a place.
+    let status = unsafe { kvpool_config_parse(text, toml.len(), name, null(), 0, &raw mut config) };
+    assert_eq!(status, KVPOOL_OK);
+    // SAFETY: a place.
+    assert_eq!(unsafe { kvpool_plan_new(config, &raw mut plan) }, KVPOOL_OK);
+    // SAFETY: a place.
+    assert_eq!(unsafe { kvpool_cache_open(plan, &raw mut cache) }, KVPOOL_OK);
+    let (kv, q, mut out) = (vec![0.5_f32; 16 * 16], vec![0.25_f32; 16 * 32], vec![0_f32; 16 * 32]);
+    let tensor = |data: *const f32, len: usize| kvpool_tensor_t {
+        data: data.cast_mut().cast(),
+        len: len as u64,
+        dtype: KVPOOL_F32,
+        memory: KVPOOL_HOST,
+    };
+    let prompts: Vec<Vec<u32>> = (0..8).map(|at| (at % 3..at % 3 + 16).collect()).collect();
+    let out = out.as_mut_ptr();
+    let mut alive: Vec<kvpool_seq_t> = Vec::with_capacity(4);
+    let (mut done, mut refused) = (0, 0);
+    let mut note = |status: kvpool_status_t| {
+        if status == KVPOOL_OK {
+            done += 1;
+        } else {
+            refused += 1;
+        }
+        status
+    };
+    let counted = allocations(|| {
+        for prompt in prompts.iter().cycle().take(400) {
+            // SAFETY: numbers.
+            let mut begun: kvpool_begun_t = unsafe { std::mem::zeroed() };
+            let size = size_of::<kvpool_begun_t>();
+            // SAFETY: a prompt and its length, no options, a place and its size.
+            let status = note(unsafe {
+                kvpool_cache_begin(cache, prompt.as_ptr(), 16, null(), &raw mut begun, size)
+            });
+            if status != KVPOOL_OK {
+                // All slots are taken.
+                note(kvpool_cache_reset(cache));
+                for sequence in alive.drain(..) {
+                    note(kvpool_cache_release(cache, sequence));
+                }
+                continue;
+            }
+            let tokens = 16 - begun.cached_len;
+            let item =
+                kvpool_step_item_t { sequence: begun.sequence, num_tokens: tokens, reserved: 0 };
+            let mut step = kvpool_step_t { word: [0, 0] };
+            // SAFETY: an item, no tokens, a place.
+            note(unsafe {
+                kvpool_cache_reserve(cache, &raw const item, 1, null(), 0, &raw mut step)
+            });
+            let n = tokens as usize;
+            let (k, q) = (tensor(kv.as_ptr(), n * 16), tensor(q.as_ptr(), n * 32));
+            let result = tensor(out, n * 32);
+            for layer in 0..3 {
+                // SAFETY: tensors in host memory.
+                note(unsafe { kvpool_step_append(cache, step, layer, &raw const k, &raw const k) });
+                // SAFETY: the same, and no options.
+                note(unsafe {
+                    kvpool_step_attend(cache, step, layer, &raw const q, &raw const result, null())
+                });
+            }
+            note(kvpool_cache_release(cache, begun.sequence));
+            note(kvpool_step_commit(cache, step));
+            note(kvpool_step_commit(cache, step));
+            let mut view = std::ptr::null_mut();
+            // SAFETY: a place.
+            note(unsafe { kvpool_cache_dlpack(cache, 0, KVPOOL_K_SCALES, &raw mut view) });
+            // SAFETY: it was lent.
+            if let Some(delete) = unsafe { (*view).deleter } {
+                // SAFETY: once.
+                unsafe { delete(view) };
+            }
+            alive.push(begun.sequence);
+        }
+    });
+    assert_eq!(counted, 0, "allocations of {done} calls and {refused} refused ones");
+    assert!(done > 2_500 && refused > 1_400, "{done} done, {refused} refused");
+    assert_eq!(kvpool_cache_check(cache), KVPOOL_OK);
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+    println!("the_c_interface_allocates_nothing ... ok ({done} calls, {refused} refused)");
 }
 
 /// Runs random verbs, valid and not, and asserts that they allocate nothing.
