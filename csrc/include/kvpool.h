@@ -728,6 +728,10 @@ kvpool_status_t kvpool_step_attend(kvpool_cache_t cache, kvpool_step_t step, uin
  * launch the graph in place of those calls, and mark every layer as appended. */
 kvpool_status_t kvpool_step_prepare(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
 
+/* Which forms of a paged group's blocks are wanted in device memory; whole rows are many more bytes. */
+typedef uint32_t kvpool_tables_t;
+enum { KVPOOL_TABLES_CSR = 1, KVPOOL_TABLES_DENSE = 2 };
+
 /* A step's tables of one group in device memory, for the caller's kernels in the cache's stream. The pointers
  * are the same for the life of the cache. */
 typedef struct kvpool_step_device {
@@ -735,10 +739,10 @@ typedef struct kvpool_step_device {
     const uint32_t *positions;   /* [num_tokens] */
     const uint32_t *seq_lens;    /* [num_seqs] */
     const uint64_t *token_slots; /* [num_tokens] */
-    const uint32_t
-        *block_table; /* [num_seqs, block_table_row], by the step's order; NULL in a contiguous group */
-    const uint32_t
-        *kv_indptr; /* [num_seqs + 1] and so on: as kvpool_step_csr_t; NULL in a contiguous group */
+    /* NULL in a contiguous group, and unless KVPOOL_TABLES_DENSE asks for it. */
+    const uint32_t *block_table; /* [num_seqs, block_table_row], in the step's order of sequences */
+    /* As in kvpool_step_csr_t. NULL in a contiguous group, and unless KVPOOL_TABLES_CSR asks for them. */
+    const uint32_t *kv_indptr;
     const uint32_t *kv_indices;
     const uint32_t *kv_last_block_len;
     const uint32_t *kv_first_position;
@@ -749,7 +753,8 @@ typedef struct kvpool_step_device {
 /* Uploads a group's tables through the stream and says where they are. KVPOOL_WRONG_MEMORY on the CPU, where
  * the host's tables are all there is. */
 kvpool_status_t kvpool_step_get_device(kvpool_cache_t cache, kvpool_step_t step, uint32_t group,
-                                       kvpool_step_device_t *out, size_t out_size) KVPOOL_NOEXCEPT;
+                                       kvpool_tables_t wanted, kvpool_step_device_t *out,
+                                       size_t out_size) KVPOOL_NOEXCEPT;
 
 /* Makes the step's tokens part of their sequences. The step is over, also when this fails:
  * KVPOOL_NOT_APPENDED cancels it. */

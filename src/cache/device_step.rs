@@ -39,25 +39,32 @@ impl Step<'_> {
 
     /// Puts a group's tables of the step into the device's memory, in the order of its stream, for an
     /// engine's own kernels in that stream; says where they are. The places are the same for every
-    /// step.
+    /// step. Of a paged group also the blocks: `csr` in compressed sparse row form, `dense` as whole
+    /// rows, which are far more bytes.
     ///
     /// # Errors
     /// A group that does not exist; a device that computes in the host's memory, where
     /// [`Step::token_slots`], [`Step::block_table`] and [`Step::csr`] are all there is; what the
     /// driver says.
-    pub fn upload_tables(&mut self, group: GroupIdx) -> Result<DeviceTables, CacheError> {
+    pub fn upload_tables(
+        &mut self,
+        group: GroupIdx,
+        csr: bool,
+        dense: bool,
+    ) -> Result<DeviceTables, CacheError> {
         let Some(layers) = self.cache.plan.groups.get(group.index()) else {
             return Err(self.cache.no_such_group(group, "a group"));
         };
         let paged = layers.kind == GroupKind::Paged;
-        if paged && !self.cache.batch.csr_built {
+        let (csr, dense) = (csr && paged, dense && paged);
+        if csr && !self.cache.batch.csr_built {
             self.build_csr();
         }
         let Cache { plan, pool, batch, tables, .. } = &mut *self.cache;
         let layers = &plan.groups[group.index()];
         let csr = match &batch.csr[group.index()] {
-            Some(csr) => csr.lists(),
-            None => [&[][..]; 4],
+            Some(lists) if csr => lists.lists(),
+            _ => [&[][..]; 4],
         };
         Ok(pool.device.upload_tables(&TablesUpload {
             layout: &layers.layout,
@@ -67,6 +74,7 @@ impl Step<'_> {
             seqs: &batch.seqs,
             tables: &tables[group.index()],
             table_row: layers.max_blocks_per_seq,
+            dense,
             csr,
         })?)
     }

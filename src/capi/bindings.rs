@@ -431,6 +431,9 @@ pub struct kvpool_attend_options {
     pub lse: kvpool_tensor_t,
 }
 pub type kvpool_attend_options_t = kvpool_attend_options;
+pub type kvpool_tables_t = u32;
+pub const KVPOOL_TABLES_CSR: i32 = 1;
+pub const KVPOOL_TABLES_DENSE: i32 = 2;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_step_device {

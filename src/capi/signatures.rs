@@ -201,6 +201,7 @@ const _: unsafe extern "C" fn(
     kvpool_cache_t,
     kvpool_step_t,
     u32,
+    kvpool_tables_t,
     *mut kvpool_step_device_t,
     usize,
 ) -> kvpool_status_t = super::kvpool_step_get_device;

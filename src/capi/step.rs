@@ -4,7 +4,7 @@ use std::ptr::null;
 
 use super::bindings::*;
 use super::caller::Caller;
-use super::failure::Failure;
+use super::failure::{CallError, Failure};
 use super::handle::{self, of_step, seq, seq_or_nobodys};
 use super::object::{CACHES, step_verb, verb, verb_beside_step};
 use super::tensor::{Attend, Given};
@@ -263,6 +263,7 @@ pub unsafe extern "C" fn kvpool_step_get_device(
     cache: kvpool_cache_t,
     step: kvpool_step_t,
     group: u32,
+    wanted: u32,
     out: *mut kvpool_step_device_t,
     out_size: usize,
 ) -> kvpool_status_t {
@@ -270,7 +271,14 @@ pub unsafe extern "C" fn kvpool_step_get_device(
     let caller = unsafe { Caller::trusted() };
     step_verb(cache, step, |step| {
         let out = caller.out("out", out, out_size)?;
-        let tables = step.upload_tables(GroupIdx(group))?;
+        const CSR: u32 = KVPOOL_TABLES_CSR.cast_unsigned();
+        const DENSE: u32 = KVPOOL_TABLES_DENSE.cast_unsigned();
+        if wanted & !(CSR | DENSE) != 0 {
+            let problem = "has bits that mean nothing";
+            return Err(CallError::BadArgument { what: "tables", problem }.into());
+        }
+        let (csr, dense) = (wanted & CSR != 0, wanted & DENSE != 0);
+        let tables = step.upload_tables(GroupIdx(group), csr, dense)?;
         let at = |address: u64| -> *const u32 {
             std::ptr::without_provenance(usize::try_from(address).unwrap_or_default())
         };

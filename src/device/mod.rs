@@ -229,13 +229,16 @@ pub struct TablesUpload<'a> {
     pub tables: &'a [u32],
     /// As [`AttendArgs::table_row`].
     pub table_row: u32,
+    /// Whether the rows of `tables` are wanted.
+    pub dense: bool,
     /// Where each sequence's blocks begin, the blocks, the tokens of the last ones, and the
-    /// positions of the first ones (`Csr` of the cache); empty for a contiguous group.
+    /// positions of the first ones (`Csr` of the cache); empty where they are not wanted, and for a
+    /// contiguous group.
     pub csr: [&'a [u32]; 4],
 }
 
-/// Where they are: addresses in the device's memory, 0 for what a contiguous group does not have.
-/// The same for every step.
+/// Where they are: addresses in the device's memory, 0 for what was not wanted and for what a
+/// contiguous group does not have. The same for every step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceTables {
     /// `[tokens]`, 4 bytes each

@@ -52,6 +52,29 @@ pub struct CudaTables {
     pub items: u64,
     /// Items of the combination. `[max_tiles]`
     pub combines: u64,
+    /// What an engine's own kernels read.
+    pub exports: CudaExports,
+}
+
+/// Where the tables of one group lie that an engine's own kernels read, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CudaExports {
+    /// `[max_batch_tokens]`, 4 bytes each
+    pub positions: u64,
+    /// `[max_batch_tokens]`, 8 bytes each
+    pub token_slots: u64,
+    /// `[seq_slots]`, 4 bytes each
+    pub seq_lens: u64,
+    /// `[seq_slots + 1]`, 4 bytes each
+    pub kv_indptr: u64,
+    /// `[seq_slots]`, 4 bytes each
+    pub kv_last_block_len: u64,
+    /// `[seq_slots]`, 4 bytes each
+    pub kv_first_position: u64,
+    /// `[seq_slots, max_blocks_per_seq]`, 4 bytes each
+    pub kv_indices: u64,
+    /// `[seq_slots, max_blocks_per_seq]`, 4 bytes each
+    pub block_table: u64,
 }
 
 /// Sizes and offsets of the workspace.
@@ -160,7 +183,7 @@ impl Plan {
             let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
             let attend = device.0;
             let num_items = device.take(CUDA_COUNTS_BYTES + seqs * CUDA_SEQ_BYTES, 1)?;
-            groups.push(CudaTables {
+            let mut tables = CudaTables {
                 num_tokens: from,
                 token_slots: from + CUDA_COUNTS_BYTES,
                 num_items,
@@ -168,10 +191,27 @@ impl Plan {
                 tables: device.take(entries, 4)?,
                 items: device.take(max_items, CUDA_ITEM_BYTES)?,
                 combines: device.take(max_tiles, CUDA_ITEM_BYTES)?,
-            });
+                exports: CudaExports::default(),
+            };
             // Token slots are uploaded by append, the rest by attend.
             let larger = (attend.get() - from).max(device.0.get() - attend.get());
             table_slot_bytes = larger.max(table_slot_bytes);
+            let exports = device.0;
+            tables.exports = CudaExports {
+                positions: device.take(tokens, 4)?,
+                token_slots: device.take(tokens, 8)?,
+                seq_lens: device.take(seqs, 4)?,
+                kv_indptr: device.take(seqs + 1, 4)?,
+                kv_last_block_len: device.take(seqs, 4)?,
+                kv_first_position: device.take(seqs, 4)?,
+                kv_indices: device.take(entries, 4)?,
+                block_table: device.take(entries, 4)?,
+            };
+            // All but the dense table go through one buffer.
+            let dense = Bytes(entries).try_mul(4)?.align_up(PART_ALIGN)?;
+            let csr = device.0.get() - exports.get() - dense.get();
+            table_slot_bytes = csr.max(dense.get()).max(table_slot_bytes);
+            groups.push(tables);
         }
         let in_row_bytes = q_heads.max(2 * kv_heads) * head_dim * 4;
         let out_row_bytes = q_heads * (head_dim + 1) * 4;
@@ -192,8 +232,8 @@ impl Plan {
             tensor_rows: clamp(tensor_rows),
             in_row_bytes,
             out_row_bytes,
-            // Token slots and the rest, of every group.
-            table_slots: clamp(self.groups.len() as u64 * 2 * u64::from(STEPS_AHEAD)),
+            // Token slots, the rest, and twice what an engine's kernels read, of every group.
+            table_slots: clamp(self.groups.len() as u64 * 4 * u64::from(STEPS_AHEAD)),
             table_slot_bytes,
             tensor_slot_bytes: Bytes(tensor_rows)
                 .try_mul(in_row_bytes.max(out_row_bytes))?
@@ -226,7 +266,10 @@ impl CudaWorkspace {
         let tables = self.partial_acc;
         let partials = self.counts - self.partial_acc;
         [
-            ("token slots, block tables and work lists of a step", Bytes(tables)),
+            (
+                "token slots, block tables and work lists of a step, for both kinds of kernels",
+                Bytes(tables),
+            ),
             ("partial results of splits", Bytes(partials)),
             ("tensors from and to host memory", Bytes(self.device_bytes.get() - self.counts)),
         ]
@@ -261,6 +304,14 @@ mod tests {
             group.tables,
             group.items,
             group.combines,
+            group.exports.positions,
+            group.exports.token_slots,
+            group.exports.seq_lens,
+            group.exports.kv_indptr,
+            group.exports.kv_last_block_len,
+            group.exports.kv_first_position,
+            group.exports.kv_indices,
+            group.exports.block_table,
             workspace.partial_acc,
             workspace.partial_ml,
             workspace.counts,

@@ -18,7 +18,7 @@ mod workspace;
 
 pub use cuda::{
     CUDA_COUNTS_BYTES, CUDA_ITEM_BYTES, CUDA_PAIR_BYTES, CUDA_PAIR_SLOTS, CUDA_SEQ_BYTES,
-    CUDA_TENSOR_SLOTS, CudaTables, CudaWorkspace,
+    CUDA_TENSOR_SLOTS, CudaExports, CudaTables, CudaWorkspace,
 };
 pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
 pub use group::{GroupKind, LayerGroup};

@@ -41,6 +41,15 @@ impl Memory {
         values
     }
 
+    /// Numbers that lie elsewhere in device memory. Waits for the default stream only.
+    pub(crate) fn read_u32(address: u64, len: usize) -> Vec<u32> {
+        let mut values = vec![u32::MAX - 1; len];
+        // SAFETY: the emulator checks that so many bytes are there.
+        let done = unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), address, len * 4) };
+        assert_eq!(done, sys::CUresult::CUDA_SUCCESS);
+        values
+    }
+
     pub(crate) fn tensor(&self, len: usize) -> DeviceTensor {
         // SAFETY: the tests keep memory until they have synchronised.
         unsafe { DeviceTensor::new(self.address, len, DType::F32) }
@@ -67,6 +76,12 @@ pub(crate) fn enter() {
     // SAFETY: the context is held.
     let pushed = unsafe { sys::cuCtxPushCurrent_v2(context) };
     assert_eq!(pushed, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// Waits for all work of the context.
+pub(crate) fn wait() {
+    // SAFETY: the context is current.
+    assert_eq!(unsafe { sys::cuCtxSynchronize() }, sys::CUresult::CUDA_SUCCESS);
 }
 
 /// A function of the emulator (csrc/emulator/kvpool_emu.h).

@@ -7,6 +7,7 @@
 mod driver;
 mod emulator;
 mod errors;
+mod exports;
 mod inside;
 mod traffic;
 
@@ -58,7 +59,8 @@ fn the_suite_of_the_cpu_runs_on_the_emulated_device() {
 #[test]
 fn the_tests_of_the_device_run_on_the_emulated_device() {
     // One after the other: they look at counters of the whole process.
-    let arguments = ["cuda::inside::", "cuda::errors::", "--ignored", "--test-threads=1"];
+    let arguments =
+        ["cuda::inside::", "cuda::errors::", "cuda::exports::", "--ignored", "--test-threads=1"];
     for seed in ["0", "7"] {
         again(&arguments, &[("KVPOOL_EMU_SEED", seed)]);
     }

@@ -318,10 +318,12 @@ public:
                        {c.kv_last_block_len, num_seqs_},
                        {c.kv_first_position, num_seqs_}};
     }
-    // CUDA: the tables in device memory.
-    Result<StepDevice> device(uint32_t group) const noexcept {
+    // CUDA: the tables in device memory, of a paged group's blocks in the forms that `wanted` names.
+    Result<StepDevice> device(uint32_t group,
+                              kvpool_tables_t wanted = KVPOOL_TABLES_CSR) const noexcept {
         StepDevice out = {};
-        return detail::result(kvpool_step_get_device(held_.cache, held_.c, group, KVPOOL_OUT(out)), out);
+        return detail::result(
+            kvpool_step_get_device(held_.cache, held_.c, group, wanted, KVPOOL_OUT(out)), out);
     }
 
     // Stores K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each. Once for each layer.

@@ -25,6 +25,7 @@
 
 mod bindings;
 mod driver;
+mod exports;
 mod gpu;
 mod host;
 mod images;
@@ -50,7 +51,7 @@ use tables::Group;
 
 use super::{
     AppendArgs, AppendCounts, AttendArgs, CudaStream, DType, Device, DeviceAppend, DeviceAttend,
-    DeviceInfo, DevicePrepare, DeviceTensor,
+    DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload,
 };
 use crate::error::DeviceError;
 use crate::plan::{CudaWorkspace, GroupLayout, LayerScales, Plan};
@@ -260,6 +261,12 @@ impl Device for CudaDevice {
         self.groups[index].prepared = step;
         self.upload_slots(&cx, index, &append)?;
         self.upload_lists(&cx, index, &attend, 0..tokens)
+    }
+
+    fn upload_tables(&mut self, args: &TablesUpload<'_>) -> Result<DeviceTables, DeviceError> {
+        let context = Arc::clone(&self.context);
+        let index = self.group_of(args.layout, 0)?;
+        self.upload_exports(&context.enter()?, index, args)
     }
 
     fn append_device(&mut self, args: &DeviceAppend<'_>) -> Result<(), DeviceError> {
