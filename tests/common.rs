@@ -5,7 +5,7 @@ use kvpool::cache::{AttendOptions, Cache, SeqHandle};
 use kvpool::config::{
     Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, DeviceConfig,
     DeviceKind, Format, Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig,
-    ModelConfig, PoolConfig, ScaleKind, StaticScale,
+    ModelConfig, PoolConfig, RopeConfig, ScaleKind, StaticScale,
 };
 use kvpool::device::{TensorMut, TensorRef};
 use kvpool::error::{CacheError, PlanError};
@@ -29,6 +29,7 @@ pub(crate) struct Spec {
     pub(crate) max_batch_tokens: u32,
     pub(crate) max_step_tokens: Option<u32>,
     pub(crate) max_rewind_tokens: u32,
+    pub(crate) rope: Option<RopeConfig>,
     pub(crate) capacity: Capacity,
     pub(crate) admission: Admission,
     pub(crate) prefix_reuse: bool,
@@ -57,6 +58,7 @@ impl Default for Spec {
             max_batch_tokens: 64,
             max_step_tokens: None,
             max_rewind_tokens: 0,
+            rope: None,
             capacity: Capacity::WorstCase,
             admission: Admission::Guaranteed,
             prefix_reuse: true,
@@ -122,6 +124,7 @@ impl Spec {
                 hybrid: (self.mode == CacheMode::Hybrid)
                     .then_some(HybridConfig { contiguous_layers }),
             },
+            rope: self.rope.clone(),
             pool: PoolConfig { capacity: self.capacity, ..PoolConfig::default() },
             device: if on_cuda() {
                 DeviceConfig { kind: DeviceKind::Cuda, ..DeviceConfig::default() }

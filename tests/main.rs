@@ -26,5 +26,6 @@ mod one_answer;
 mod params;
 mod plans;
 mod review;
+mod rope;
 mod stateful;
 mod structure;

@@ -223,6 +223,7 @@ fn steps_refuse_wrong_calls() {
         match what {
             "no such layer" => step.append(LayerIdx(2), k, k),
             "short k" => step.append(layer, TensorRef::F32(&[0.0; 15]), k),
+            "two types" => step.append(layer, k, TensorRef::F16(&[half::f16::ONE; 16])),
             "long v" => step.append(layer, k, TensorRef::F32(&[0.0; 17])),
             "attend first" => step.attend(layer, q, TensorMut::F32(&mut out), none()),
             "twice" => step.append(layer, k, k).and_then(|()| step.append(layer, k, k)),
@@ -249,6 +250,7 @@ fn steps_refuse_wrong_calls() {
         ("no such layer", "layer 2 does not exist; the model has 2"),
         ("short k", "k has 15 elements, expected 16"),
         ("long v", "v has 17 elements, expected 16"),
+        ("two types", "k is of f32 and v of f16; give both in one element type"),
         ("attend first", "layer 0 is attended before"),
         ("twice", "layer 0 was already appended"),
         ("commit early", "1 layer was not appended in this step, the first is 1"),

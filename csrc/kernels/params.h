@@ -251,7 +251,7 @@ typedef struct KvpoolCopyPair {
 } KvpoolCopyPair;
 KVPOOL_STATIC_ASSERT(sizeof(KvpoolCopyPair) == 16, "shared with Rust");
 
-// Copies within one group. No unit is a destination twice, or source and destination.
+// Copies within one group. No token of a unit is a destination twice, or source and destination.
 typedef struct KvpoolCopyParams {
     KvpoolKvGroup group;
     uint64_t pool;   // [pool bytes]

@@ -107,8 +107,10 @@ impl Cache {
         self.abandon_step();
         let (begun, Pending { found, .. }) = self.begin_claimed(prompt, options, false)?;
         let slot = begun.sequence.slot;
-        let finished =
-            self.take_partial(slot).and_then(|()| self.finish_begin(prompt, options, slot, &found));
+        let finished = self
+            .take_partial(slot)
+            .and_then(|()| self.finish_begin(prompt, options, slot, &found))
+            .and_then(|()| Ok(self.pool.device.submit()?));
         if let Err(error) = finished {
             self.release(begun.sequence)?;
             return Err(error);
@@ -192,6 +194,8 @@ impl Cache {
             self.finish_begin(prompt, options, slot, &found)
                 .map_err(|source| BatchRefused { index, source })?;
         }
+        let index = out.len().saturating_sub(1);
+        self.pool.device.submit().map_err(|error| BatchRefused { index, source: error.into() })?;
         for ((prompt, _), begun) in wanted.iter().zip(out) {
             let found = self.pending[begun.sequence.slot as usize].found;
             self.note_begun(&Hit { prompt_tokens: prompt.len() as u64, found });

@@ -344,7 +344,7 @@ impl Cache {
         let block = self.take_block(group, slot, at).ok_or(self.exhausted(group, 1))?;
         self.seqs.state_mut(slot, group).next = at + 1;
         let layout = &self.plan.groups[group].layout;
-        let bytes = self.pool.device.copy_tokens(layout, source, block.0, 0..tokens)?;
+        let bytes = self.pool.device.queue_copy(layout, source, block.0, 0..tokens)?;
         self.counters.copied_bytes.0 += bytes;
         Ok(())
     }

@@ -132,10 +132,11 @@ impl Cache {
             let copy = self.swap_block(group, slot, at).ok_or(self.exhausted(group, 1))?;
             let layout = &self.plan.groups[group].layout;
             let tokens = self.seqs.record(slot).len % layout.unit_tokens;
-            let bytes = self.pool.device.copy_tokens(layout, block, copy.0, 0..tokens)?;
+            let bytes = self.pool.device.queue_copy(layout, block, copy.0, 0..tokens)?;
             self.counters.copied_bytes.0 += bytes;
             self.counters.cow_copies += 1;
         }
+        self.pool.device.submit()?;
         Ok(())
     }
 

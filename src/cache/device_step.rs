@@ -1,6 +1,6 @@
 //! A step whose tensors are in the device's own memory: nothing is copied, nothing waited for.
 
-use super::step::{expect_len, scale_or_default};
+use super::step::{expect_len, expect_one_type, scale_or_default};
 use super::{Cache, Step};
 use crate::device::{
     DType, DeviceAppend, DeviceAttend, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload,
@@ -29,6 +29,7 @@ impl Step<'_> {
                 window: group.window.unwrap_or(0),
                 num_q_heads: cache.plan.geometry.num_q_heads,
                 token_slots: &cache.batch.token_slots[index],
+                positions: &cache.batch.positions,
                 seqs: &cache.batch.seqs,
                 tables: &cache.tables[index],
                 table_row: group.max_blocks_per_seq,
@@ -100,6 +101,7 @@ impl Step<'_> {
         let shape = "[num_tokens, num_kv_heads, head_dim]";
         expect_len("k", k.len(), expected, shape)?;
         expect_len("v", v.len(), expected, shape)?;
+        expect_one_type(k.dtype(), v.dtype())?;
         let cache = &mut *self.cache;
         let group = place.group.index();
         cache.pool.device.append_device(&DeviceAppend {
@@ -108,6 +110,8 @@ impl Step<'_> {
             layer: place.index,
             scales: cache.plan.scales_of(layer),
             token_slots: &cache.batch.token_slots[group],
+            rope: cache.plan.rope_table_of(layer),
+            positions: &cache.batch.positions,
             k,
             v,
         })?;

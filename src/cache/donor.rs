@@ -168,7 +168,7 @@ impl Cache {
                 let run = view.run(position, end);
                 let (_, token) = view.place(position);
                 let range = token..token + run;
-                let bytes = self.pool.device.copy_tokens(layout, from, to, range)?;
+                let bytes = self.pool.device.queue_copy(layout, from, to, range)?;
                 self.counters.copied_bytes.0 += bytes;
                 position += run;
             }

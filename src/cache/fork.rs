@@ -50,6 +50,7 @@ impl Cache {
                 self.copy_unshared(group, source, target)
             }
         });
+        let copied = copied.and_then(|()| Ok(self.pool.device.submit()?));
         if let Err(error) = copied {
             self.release(copy)?;
             return Err(error);
@@ -132,7 +133,7 @@ impl Cache {
             let (from, to) = (self.entry(group, source, at), self.entry(group, target, at));
             let tokens = (len - at * layout.unit_tokens).min(layout.unit_tokens);
             if from != NO_BLOCK {
-                let bytes = self.pool.device.copy_tokens(layout, from, to, 0..tokens)?;
+                let bytes = self.pool.device.queue_copy(layout, from, to, 0..tokens)?;
                 self.counters.copied_bytes.0 += bytes;
             }
         }
@@ -144,7 +145,7 @@ impl Cache {
     fn copy_slot(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
         let layout = &self.plan.groups[group].layout;
         let tokens = self.seqs.record(source).written.min(layout.unit_tokens);
-        let bytes = self.pool.device.copy_tokens(layout, source, target, 0..tokens)?;
+        let bytes = self.pool.device.queue_copy(layout, source, target, 0..tokens)?;
         self.counters.copied_bytes.0 += bytes;
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::batch::StepItem;
 use super::sequence::SeqHandle;
 use super::{Cache, Csr};
-use crate::device::{AppendArgs, AttendArgs, BatchSeq, TensorMut, TensorRef};
+use crate::device::{AppendArgs, AttendArgs, BatchSeq, DType, TensorMut, TensorRef};
 use crate::error::CacheError;
 use crate::plan::Plan;
 use crate::units::{GroupIdx, LayerIdx};
@@ -196,8 +196,12 @@ impl Step<'_> {
 
     /// Stores K and V of the step's tokens in a layer. `[num_tokens, num_kv_heads, head_dim]` each
     ///
+    /// Where the plan has [`Plan::rope`], K is rotated by its tokens' positions first; queries must
+    /// come rotated, as [`Rope::rotate`](crate::plan::Rope::rotate) does it.
+    ///
     /// # Errors
-    /// A layer that does not exist or has been appended, a wrong shape; nothing changes.
+    /// A layer that does not exist or has been appended, a wrong shape, K and V of two element
+    /// types; nothing changes.
     pub fn append(
         &mut self,
         layer: LayerIdx,
@@ -214,12 +218,15 @@ impl Step<'_> {
         let shape = "[num_tokens, num_kv_heads, head_dim]";
         expect_len("k", k.len(), expected, shape)?;
         expect_len("v", v.len(), expected, shape)?;
+        expect_one_type(k.dtype(), v.dtype())?;
         let Cache { plan, pool, batch, .. } = &mut *self.cache;
         let counts = pool.device.append(&AppendArgs {
             layout: &plan.groups[place.group.index()].layout,
             layer: place.index,
             scales: plan.scales_of(layer),
             token_slots: &batch.token_slots[place.group.index()],
+            rope: plan.rope_table_of(layer),
+            positions: &batch.positions,
             k,
             v,
         })?;
@@ -228,7 +235,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Declares that an engine's own kernels have written K and V of the step in a layer.
+    /// Declares that an engine's own kernels have written K and V of the step in a layer, K rotated
+    /// where the plan has [`Plan::rope`].
     ///
     /// # Errors
     /// A layer that does not exist or has been appended.
@@ -341,6 +349,14 @@ pub(super) fn expect_len(
         return Ok(());
     }
     Err(CacheError::WrongShape { what, got, expected, shape })
+}
+
+/// Refuses K and V of two element types: no model has them, and no kernel takes them.
+pub(super) fn expect_one_type(k: DType, v: DType) -> Result<(), CacheError> {
+    if k == v {
+        return Ok(());
+    }
+    Err(CacheError::MixedTypes { k: k.name(), v: v.name() })
 }
 
 /// The factor on q·k: as given, or 1 / √`head_dim`.

@@ -66,7 +66,21 @@ pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complain
     check_cache(&config.cache, geometry)?;
     check_events(config, geometry)?;
     check_pool(config)?;
+    check_rope(config, geometry)?;
     check_device(&config.device)
+}
+
+/// A job makes its K up, and checks what attention makes of it: there is nothing to rotate.
+fn check_rope(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
+    let Some(rope) = &config.rope else { return Ok(()) };
+    if config.workload.is_some() {
+        return Err(Complaint::with_help(
+            "rope",
+            "rotates K, and a [workload] makes up K that it knows as it is stored",
+            "remove [rope], or remove [workload]",
+        ));
+    }
+    super::rope::check(rope, &config.model, geometry)
 }
 
 /// Settings of one kind of device are refused with another.

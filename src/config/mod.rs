@@ -16,6 +16,7 @@ mod model;
 mod names;
 mod overlay;
 mod presets;
+mod rope;
 mod variant;
 mod workload;
 
@@ -23,6 +24,7 @@ pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, contiguous_set, verify};
 pub use load::{Source, load, parse};
 pub use model::Geometry;
 pub use presets::{PRESETS, Preset};
+pub use rope::{RopeConfig, RopeScaling, RopeStyle};
 pub use variant::VariantConfig;
 pub use workload::{LengthDistribution, WorkloadConfig, WorkloadKind};
 
@@ -40,6 +42,9 @@ pub struct Config {
     pub limits: LimitsConfig,
     /// How keys and values are kept.
     pub cache: CacheConfig,
+    /// Rotary position encoding of K on its way into the cache; none without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope: Option<RopeConfig>,
     /// How much is allocated.
     #[serde(default)]
     pub pool: PoolConfig,

@@ -80,6 +80,10 @@ pub struct AppendArgs<'a> {
     pub scales: LayerScales,
     /// Where each token goes: `unit · unit_tokens + token`. `[tokens]`
     pub token_slots: &'a [u64],
+    /// Which of the plan's tables K is rotated with; `None`: it is stored as it comes.
+    pub rope: Option<u32>,
+    /// Each token's position; read only where K is rotated. `[tokens]`
+    pub positions: &'a [u32],
     /// Keys. `[tokens, num_kv_heads, head_dim]`
     pub k: TensorRef<'a>,
     /// Values. `[tokens, num_kv_heads, head_dim]`
@@ -154,6 +158,10 @@ pub struct DeviceAppend<'a> {
     pub scales: LayerScales,
     /// As [`AppendArgs::token_slots`]; none twice. `[tokens]`
     pub token_slots: &'a [u64],
+    /// As [`AppendArgs::rope`].
+    pub rope: Option<u32>,
+    /// As [`AppendArgs::positions`]. `[tokens]`
+    pub positions: &'a [u32],
     /// Keys. `[tokens, num_kv_heads, head_dim]`
     pub k: DeviceTensor,
     /// Values, of the same element type. `[tokens, num_kv_heads, head_dim]`
@@ -173,6 +181,8 @@ pub struct DevicePrepare<'a> {
     pub num_q_heads: u32,
     /// As [`AppendArgs::token_slots`]. `[tokens]`
     pub token_slots: &'a [u64],
+    /// As [`AppendArgs::positions`]. `[tokens]`
+    pub positions: &'a [u32],
     /// As [`AttendArgs::seqs`]. `[num_seqs]`
     pub seqs: &'a [BatchSeq],
     /// As [`AttendArgs::tables`]. `[seq_slots, table_row]`
@@ -387,6 +397,30 @@ pub trait Device: Send + fmt::Debug {
         }
         let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
         Ok(rows * (row_bytes + scale_bytes))
+    }
+
+    /// As [`Device::copy_tokens`], but the copy may only be noted down: [`Device::submit`] makes
+    /// what was noted in as few launches as there are layer groups. Until then nothing but further
+    /// copies may be asked for. They take effect in the order of the calls.
+    ///
+    /// # Errors
+    /// As [`Device::copy_tokens`].
+    fn queue_copy(
+        &mut self,
+        layout: &GroupLayout,
+        src_unit: u32,
+        dst_unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> Result<u64, DeviceError> {
+        self.copy_tokens(layout, src_unit, dst_unit, tokens)
+    }
+
+    /// Makes the copies that [`Device::queue_copy`] has noted down.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn submit(&mut self) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     /// Sets `len` bytes from `offset` on to `byte`.

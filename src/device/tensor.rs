@@ -102,6 +102,16 @@ impl CudaStream {
 }
 
 impl DType {
+    /// As errors have it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
     /// Bytes of one element.
     #[must_use]
     pub const fn bytes(self) -> usize {

@@ -169,6 +169,14 @@ pub enum CacheError {
         /// The shape in words.
         shape: &'static str,
     },
+    /// K and V of two element types.
+    #[error("k is of {k} and v of {v}; give both in one element type")]
+    MixedTypes {
+        /// That of K.
+        k: &'static str,
+        /// That of V.
+        v: &'static str,
+    },
     /// `attend` before `append`: the step's own keys are not there yet.
     #[error("layer {layer} is attended before its K and V of this step were appended")]
     AttendBeforeAppend {

@@ -26,8 +26,10 @@ pub const CUDA_ITEM_BYTES: u64 = 24;
 pub const CUDA_COUNTS_BYTES: u64 = 16;
 /// Bytes of a pair of units to copy.
 pub const CUDA_PAIR_BYTES: u64 = 16;
-/// Copies that can be on their way to the GPU at once.
-pub const CUDA_PAIR_SLOTS: u32 = 64;
+/// Pairs of units that are copied in one launch, at most.
+pub const CUDA_PAIRS_AT_ONCE: u32 = 256;
+/// Lists of pairs that can be on their way to the GPU at once.
+pub const CUDA_PAIR_SLOTS: u32 = 16;
 /// Tables of so many steps can be on their way to the GPU at once.
 const STEPS_AHEAD: u32 = 2;
 /// Pinned buffers for tensors that lie in host memory: one is filled while one is copied.
@@ -42,6 +44,8 @@ pub struct CudaTables {
     pub num_tokens: u64,
     /// Token slots, behind it. `[max_batch_tokens]`, 8 bytes each
     pub token_slots: u64,
+    /// The tokens' positions, where K is rotated. `[max_batch_tokens]`, 4 bytes each
+    pub positions: u64,
     /// The numbers of items and of items of the combination, in [`CUDA_COUNTS_BYTES`].
     pub num_items: u64,
     /// Sequences of the step, behind them. `[seq_slots]`
@@ -88,8 +92,10 @@ pub struct CudaWorkspace {
     pub partial_ml: u64,
     /// What appends counted. `[2]`, 8 bytes each
     pub counts: u64,
-    /// A pair of units to copy.
-    pub pair: u64,
+    /// Pairs of units to copy. `[CUDA_PAIRS_AT_ONCE]`
+    pub pairs: u64,
+    /// Tables for the rotation of K. [`Rope::fill`](super::Rope::fill)
+    pub rope: u64,
     /// Where tensors of host memory are put: K and V, or queries. `[tensor_rows, in_row_bytes]`
     pub tensors_in: u64,
     /// Results on their way to the host. `[tensor_rows, out_row_bytes]`
@@ -181,11 +187,13 @@ impl Plan {
         for group in &self.groups {
             let entries = Bytes(seqs).try_mul(u64::from(group.max_blocks_per_seq))?.get();
             let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
+            let positions = device.take(if self.rope.is_some() { tokens } else { 0 }, 4)?;
             let attend = device.0;
             let num_items = device.take(CUDA_COUNTS_BYTES + seqs * CUDA_SEQ_BYTES, 1)?;
             let mut tables = CudaTables {
                 num_tokens: from,
                 token_slots: from + CUDA_COUNTS_BYTES,
+                positions,
                 num_items,
                 seqs: num_items + CUDA_COUNTS_BYTES,
                 tables: device.take(entries, 4)?,
@@ -221,7 +229,8 @@ impl Plan {
             partial_acc: device.take(max_partials * kv_heads, head_dim * 4)?,
             partial_ml: device.take(max_partials * kv_heads, 8)?,
             counts: device.take(2, 8)?,
-            pair: device.take(1, CUDA_PAIR_BYTES)?,
+            pairs: device.take(CUDA_PAIRS_AT_ONCE.into(), CUDA_PAIR_BYTES)?,
+            rope: device.take(self.rope_len()?, 4)?,
             tensors_in: device.take(tensor_rows, in_row_bytes)?,
             tensors_out: device.take(tensor_rows, out_row_bytes)?,
             device_bytes: device.0,
@@ -255,23 +264,23 @@ impl CudaWorkspace {
     pub fn rings(&self) -> [(u32, u64); 3] {
         [
             (self.table_slots, self.table_slot_bytes),
-            (CUDA_PAIR_SLOTS, PART_ALIGN),
+            (CUDA_PAIR_SLOTS, u64::from(CUDA_PAIRS_AT_ONCE) * CUDA_PAIR_BYTES),
             (CUDA_TENSOR_SLOTS, self.tensor_slot_bytes),
         ]
     }
 
     /// The parts of the device's workspace, as named sizes that add up to it.
     #[must_use]
-    pub fn terms(&self) -> [(&'static str, Bytes); 3] {
-        let tables = self.partial_acc;
-        let partials = self.counts - self.partial_acc;
+    pub fn terms(&self) -> [(&'static str, Bytes); 4] {
+        let part = |from: u64, to: u64| Bytes(to - from);
         [
             (
                 "token slots, block tables and work lists of a step, for both kinds of kernels",
-                Bytes(tables),
+                part(0, self.partial_acc),
             ),
-            ("partial results of splits", Bytes(partials)),
-            ("tensors from and to host memory", Bytes(self.device_bytes.get() - self.counts)),
+            ("partial results of splits", part(self.partial_acc, self.counts)),
+            ("counts, pairs to copy, tables of RoPE", part(self.counts, self.tensors_in)),
+            ("tensors from and to host memory", part(self.tensors_in, self.device_bytes.get())),
         ]
     }
 }
@@ -315,7 +324,7 @@ mod tests {
             workspace.partial_acc,
             workspace.partial_ml,
             workspace.counts,
-            workspace.pair,
+            workspace.pairs,
             workspace.tensors_in,
             workspace.tensors_out,
             workspace.device_bytes.get(),

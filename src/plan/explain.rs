@@ -44,6 +44,15 @@ impl Plan {
             grouped(self.limits.max_batch_tokens.into()),
             grouped(self.limits.max_step_tokens.into())
         )?;
+        if let Some(rope) = &self.rope {
+            writeln!(
+                out,
+                "rope      K is rotated before it is stored: {} of {} elements, {}",
+                rope.dims,
+                g.head_dim,
+                counted(rope.tables.len() as u64, "table")
+            )?;
+        }
         writeln!(out)?;
         self.write_formula(out)?;
         writeln!(out)?;

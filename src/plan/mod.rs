@@ -14,11 +14,12 @@ mod group;
 mod host;
 mod layout;
 mod reuse;
+mod rope;
 mod workspace;
 
 pub use cuda::{
-    CUDA_COUNTS_BYTES, CUDA_ITEM_BYTES, CUDA_PAIR_BYTES, CUDA_PAIR_SLOTS, CUDA_SEQ_BYTES,
-    CUDA_TENSOR_SLOTS, CudaExports, CudaTables, CudaWorkspace,
+    CUDA_COUNTS_BYTES, CUDA_ITEM_BYTES, CUDA_PAIR_BYTES, CUDA_PAIR_SLOTS, CUDA_PAIRS_AT_ONCE,
+    CUDA_SEQ_BYTES, CUDA_TENSOR_SLOTS, CudaExports, CudaTables, CudaWorkspace,
 };
 pub use format::{E8M8, KvFormat, SCALE_BYTES, SCALE_GROUP};
 pub use group::{GroupKind, LayerGroup};
@@ -32,6 +33,7 @@ pub use layout::{
     visible,
 };
 pub use reuse::{GroupReuse, ReusePlan};
+pub use rope::{Rope, RopeTable, rotated};
 pub use workspace::{
     CpuWorkspace, HEADS_AT_ONCE, ITEMS_PER_THREAD, KV_HEADS_AT_ONCE, LANES, TILE_TOKENS,
 };
@@ -102,6 +104,9 @@ pub struct Plan {
     pub watermark_blocks: u32,
     /// How prefixes are shared.
     pub reuse: ReusePlan,
+    /// How K is rotated before it is stored; `None`: not at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope: Option<Rope>,
     /// Events that are kept until they are polled.
     pub event_buffer: u32,
     /// The capacity that was asked for.
@@ -175,6 +180,7 @@ impl Plan {
             admission: config.cache.admission,
             watermark_blocks: config.cache.watermark_blocks,
             reuse,
+            rope: Rope::new(config, geometry),
             event_buffer,
             capacity: config.pool.capacity,
             layers,
@@ -202,6 +208,19 @@ impl Plan {
     #[must_use]
     pub fn scales_of(&self, layer: LayerIdx) -> LayerScales {
         self.static_scales.get(layer.index()).copied().unwrap_or_default()
+    }
+
+    /// Which of the plan's tables K of a layer is rotated with before it is stored; `None` where it
+    /// is stored as it comes.
+    #[must_use]
+    pub fn rope_table_of(&self, layer: LayerIdx) -> Option<u32> {
+        let windowed = self.geometry.windows[layer.index()] > 0;
+        self.rope.as_ref().map(|rope| rope.table_of(windowed))
+    }
+
+    /// f32 numbers of the tables for the rotation of K.
+    fn rope_len(&self) -> Result<u64, crate::units::Overflow> {
+        self.rope.as_ref().map_or(Ok(0), Rope::numbers)
     }
 
     /// Blocks of group `group` that a sequence of `len` tokens can hold at once, at most; 0 for a

@@ -43,6 +43,8 @@ pub struct CpuWorkspace {
     pub padded_dim: u32,
     /// Splits of the longest sequence.
     pub max_splits: u32,
+    /// f32 numbers of the tables for the rotation of K.
+    pub rope_len: u64,
 }
 
 impl CpuWorkspace {
@@ -189,7 +191,8 @@ impl CpuWorkspace {
         // The reference's accumulators in f64. [threads, head_dim]
         let reference =
             Bytes(8).try_mul(u64::from(self.head_dim))?.try_mul(u64::from(self.threads))?;
-        scratch.try_add(partials)?.try_add(reference)
+        let rope = Bytes(4).try_mul(self.rope_len)?;
+        scratch.try_add(partials)?.try_add(reference)?.try_add(rope)
     }
 }
 
@@ -205,6 +208,8 @@ impl Plan {
             head_dim,
             padded_dim: head_dim.next_multiple_of(LANES),
             max_splits: self.limits.max_seq_len.div_ceil(SPLIT_TOKENS),
+            // What does not fit in 64 bits fits no machine either.
+            rope_len: self.rope_len().unwrap_or(u64::MAX),
         }
     }
 
@@ -233,6 +238,7 @@ mod tests {
                     head_dim: 128,
                     padded_dim: 128,
                     max_splits: 3,
+                    rope_len: 0,
                 };
                 let rows = (0..200).filter(|rows| sizes.deals_out_splits(*rows, true)).max();
                 let pairs = rows.unwrap_or(0) * u64::from(num_kv_heads);

@@ -19,6 +19,7 @@ use super::kernel::Kernel;
 use super::lanes::Isa;
 use super::memory::PoolMemory;
 use super::places::Places;
+use super::rope::{MAX_DIM, Rotation};
 use super::store::Store;
 use super::workers::Workers;
 use crate::error::DeviceError;
@@ -56,6 +57,8 @@ pub(super) struct AppendJob<'a> {
     pub(super) layer: u32,
     scales: LayerScales,
     token_slots: &'a [u64],
+    /// How K is rotated, if it is.
+    rotation: Option<Rotation<'a>>,
     k: TensorRef<'a>,
     v: TensorRef<'a>,
     /// Classes of token slots.
@@ -96,6 +99,7 @@ pub(super) fn append(
     workers: &Workers,
     pool: &mut PoolMemory,
     args: &AppendArgs<'_>,
+    rotation: Option<Rotation<'_>>,
 ) -> Result<AppendCounts, DeviceError> {
     check(pool, args)?;
     let layout = args.layout;
@@ -112,6 +116,7 @@ pub(super) fn append(
         layer: args.layer,
         scales: args.scales,
         token_slots: args.token_slots,
+        rotation,
         k: args.k,
         v: args.v,
         parts,
@@ -184,6 +189,10 @@ fn store_vectors<I: Isa, S: Source>(
     static_scale: f32,
 ) -> AppendCounts {
     let per_token = (job.layout.num_kv_heads * job.layout.head_dim) as usize;
+    let rotation = job.rotation.filter(|_| item.kv == Kv::K);
+    // One vector, as it is stored.
+    let mut vector = [0.0; MAX_DIM];
+    let vector = &mut vector[..job.layout.head_dim as usize];
     let mut store = Store::new(isa, job, item.kv, static_scale);
     let mut places = Places::new(job.layout, job.token_slots, job.parts, item.part);
     let mut ahead = places.clone();
@@ -201,6 +210,14 @@ fn store_vectors<I: Isa, S: Source>(
             isa.fence();
         }
         let x = &data[place.index * per_token..][..per_token];
+        if let Some(rotation) = &rotation {
+            for (head, x) in (0..).zip(x.chunks_exact(vector.len())) {
+                rotation.rotate(place.index, x, vector);
+                // SAFETY: the caller has the item, of which the token is.
+                unsafe { store.head(vector, place.unit, place.token, head) };
+            }
+            continue;
+        }
         // SAFETY: the caller has the item, of which the token is.
         unsafe { store.token(x, place.unit, place.token) };
     }

@@ -17,6 +17,7 @@ mod lanes;
 mod memory;
 mod places;
 mod reference;
+mod rope;
 mod scores;
 mod store;
 mod task;
@@ -41,6 +42,7 @@ use float_mode::FloatMode;
 use job::AttendJob;
 use kernel::Chosen;
 use memory::PoolMemory;
+use rope::RopeTables;
 use workers::Workers;
 use workspace::Workspace;
 
@@ -55,6 +57,7 @@ use crate::units::Bytes;
 pub struct CpuDevice {
     memory: PoolMemory,
     workspace: Workspace,
+    rope: Option<RopeTables>,
     workers: Workers,
     kernel: Chosen,
     plan_fingerprint: u64,
@@ -75,12 +78,13 @@ impl CpuDevice {
         let kernel = kernel::choose(config.kernel)?;
         let threads = num_threads(config);
         let workspace = Workspace::open(plan.cpu_workspace(threads))?;
+        let rope = plan.rope.as_ref().map(RopeTables::open).transpose()?;
         let mut silent = |_, _| {};
         let progress = progress.unwrap_or(&mut silent);
         let memory = PoolMemory::open(plan.pool_bytes, threads as usize, progress)?;
         let workers = Workers::start(threads as usize)?;
         let plan_fingerprint = plan.fingerprint();
-        Ok(Self { memory, workspace, workers, kernel, plan_fingerprint })
+        Ok(Self { memory, workspace, rope, workers, kernel, plan_fingerprint })
     }
 
     /// Refuses a layout whose rows could overlap or lie outside the pool: everything below writes
@@ -141,7 +145,9 @@ impl Device for CpuDevice {
             kernel: self.kernel.name(),
             threads: self.workspace.sizes().threads,
             pool_bytes: Bytes(self.memory.bytes().len() as u64),
-            workspace_bytes: self.workspace.bytes(),
+            workspace_bytes: Bytes(
+                self.workspace.bytes().get() + self.rope.as_ref().map_or(0, RopeTables::bytes),
+            ),
             huge_pages: self.memory.huge_pages(),
         }
     }
@@ -157,7 +163,14 @@ impl Device for CpuDevice {
     fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
         self.check_layout(args.layout)?;
         let _mode = FloatMode::standard();
-        append::append(self.kernel.appender(), &self.workers, &mut self.memory, args)
+        let rotation = match (args.rope, &self.rope) {
+            (None, _) => None,
+            (Some(table), Some(rope)) => {
+                Some(rope.rotation(table, args.positions, args.token_slots.len())?)
+            }
+            (Some(_), None) => return Err(DeviceError::BadLayout),
+        };
+        append::append(self.kernel.appender(), &self.workers, &mut self.memory, args, rotation)
     }
 
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {

@@ -106,6 +106,19 @@ impl<'j, I: Isa> Store<'j, I> {
         }
     }
 
+    /// Stores one head's vector of a token. `x`: `[head_dim]`
+    ///
+    /// # Safety
+    /// The caller has the token's [`AppendItem`](super::append::AppendItem).
+    #[inline(always)]
+    pub(super) unsafe fn head(&mut self, x: &[f32], unit: u32, token: u32, head: usize) {
+        let (row, scale) = self.first(unit, token);
+        let (row, scale) = (row + head * self.head_stride, scale + head * self.scale_stride);
+        // SAFETY: the caller has the token's item; one vector is in use at a time.
+        let (to, scales) = unsafe { self.place(row, scale) };
+        self.vector(x, to, scales);
+    }
+
     /// One vector's bytes and its scales'.
     ///
     /// # Safety

@@ -27,6 +27,7 @@ impl Workspace {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub(super) fn open(sizes: CpuWorkspace) -> Result<Self, DeviceError> {
+        // The tables for the rotation of K are `RopeTables`'.
         let bytes = sizes.bytes().unwrap_or(Bytes(u64::MAX));
         let error = DeviceError::OutOfMemory { bytes, code: 0 };
         let len = |numbers: Result<u64, Overflow>| {

@@ -90,17 +90,19 @@ impl CudaDevice {
             layer: args.layer,
             scales: args.scales,
             token_slots: args.token_slots,
+            rope: args.rope,
+            positions: args.positions,
             k: nothing,
             v: nothing,
         };
         if tokens == 0 {
             return Ok(AppendCounts::default());
         }
-        self.upload_slots(cx, index, &device)?;
         let (k, v) = (args.k, args.v);
         if k.dtype() != v.dtype() {
             return Err(DeviceError::CudaMixedTypes);
         }
+        self.upload_slots(cx, index, &device)?;
         let mut first = 0;
         while first < tokens {
             let count = self.sizes.tensor_rows.min(tokens - first);

@@ -276,12 +276,13 @@ impl Kernels {
         }
     }
 
-    /// One pair of units of so many bytes.
-    pub(super) fn copy_pair(&self, bytes: u64) -> Launch {
+    /// So many pairs of units, of so many bytes at most.
+    pub(super) fn copy_pairs(&self, pairs: u32, bytes: u64) -> Launch {
         // Four 16-byte accesses a thread: each warp also reads the pair.
         let blocks = bytes.div_ceil(u64::from(MOVE_THREADS) * 16 * 4);
-        let function = self.copy_pairs;
-        Launch { function, grid: (self.grid(blocks), 1), block: MOVE_THREADS, shared_bytes: 0 }
+        let most = (self.most_blocks / pairs.max(1)).max(1);
+        let grid = (self.grid(blocks).min(most), pairs);
+        Launch { function: self.copy_pairs, grid, block: MOVE_THREADS, shared_bytes: 0 }
     }
 }
 

@@ -1,12 +1,13 @@
 //! How the kernels are launched, and that everything has been used once before the first verb.
 
 use super::bindings::{
-    KVPOOL_ROPE_NONE, KvpoolAppendParams, KvpoolAttendParams, KvpoolCombineParams, KvpoolCopyPair,
-    KvpoolCopyParams,
+    KVPOOL_ROPE_HALVES, KVPOOL_ROPE_NONE, KVPOOL_ROPE_PAIRS, KvpoolAppendParams,
+    KvpoolAttendParams, KvpoolCombineParams, KvpoolCopyPair, KvpoolCopyParams,
 };
 use super::driver::Entered;
 use super::tables::Group;
 use super::{CudaDevice, host, params};
+use crate::config::RopeStyle;
 use crate::device::plain::bytes_of;
 use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor};
 use crate::error::DeviceError;
@@ -26,6 +27,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let workspace = self.workspace.address();
         let prepared = group.is_prepared(args.step);
+        let (rope, rope_dims, [rope_cos, rope_sin]) = self.rope_of(args)?;
         let params = KvpoolAppendParams {
             group: group.params,
             pool: self.pool.address(),
@@ -34,13 +36,13 @@ impl CudaDevice {
             token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
             num_tokens_at: if prepared { workspace + group.tables.num_tokens } else { 0 },
             counts: workspace + self.sizes.counts,
-            positions: 0,
-            rope_cos: 0,
-            rope_sin: 0,
+            positions: workspace + group.tables.positions + u64::from(first) * 4,
+            rope_cos,
+            rope_sin,
             num_tokens: tokens,
             layer: args.layer,
-            rope: KVPOOL_ROPE_NONE,
-            rope_dims: 0,
+            rope,
+            rope_dims,
             k_scale: args.scales.k,
             v_scale: args.scales.v,
         };
@@ -49,6 +51,20 @@ impl CudaDevice {
         // uploaded, so it writes into the pool only; whoever made the tensors has promised that
         // they are there (`DeviceTensor::new`).
         unsafe { cx.launch(launch, &params, self.stream) }
+    }
+
+    /// How an append rotates K: as the kernels have it, how many elements, and where cosines and
+    /// sines are.
+    fn rope_of(&self, args: &DeviceAppend<'_>) -> Result<(u32, u32, [u64; 2]), DeviceError> {
+        let Some(table) = args.rope else { return Ok((KVPOOL_ROPE_NONE, 0, [0; 2])) };
+        let rope = self.rope.filter(|rope| table < rope.tables).ok_or(DeviceError::BadLayout)?;
+        let style = match rope.style {
+            RopeStyle::Halves => KVPOOL_ROPE_HALVES,
+            RopeStyle::Pairs => KVPOOL_ROPE_PAIRS,
+        };
+        let bytes = u64::from(rope.positions) * u64::from(rope.dims / 2) * 4;
+        let cos = self.workspace.address() + self.sizes.rope + u64::from(table) * 2 * bytes;
+        Ok((style, rope.dims, [cos, cos + bytes]))
     }
 
     /// Puts an attention into the stream, and the combination of its splits. The group's
@@ -139,34 +155,37 @@ impl CudaDevice {
         unsafe { cx.launch(launch, &combine, self.stream) }
     }
 
-    /// Puts a copy of so many bytes between two units of a group into the stream. Both lie in the
-    /// pool.
-    pub(super) fn launch_copy(
+    /// Puts the copies that were noted down for a group into the stream, in one launch. All their
+    /// units lie in the pool.
+    pub(super) fn launch_copies(
         &mut self,
         cx: &Entered<'_>,
         group: usize,
-        pair: KvpoolCopyPair,
-        bytes: u64,
     ) -> Result<(), DeviceError> {
-        let pairs = self.workspace.address() + self.sizes.pair;
-        let stream = self.stream;
-        self.pair_ring.with(cx, stream, |buffer| {
-            let pair = [pair];
-            let pair = bytes_of(&pair);
-            let buffer = &mut buffer[..pair.len()];
-            buffer.copy_from_slice(pair);
+        let pairs = self.workspace.address() + self.sizes.pairs;
+        let (stream, group) = (self.stream, &mut self.groups[group]);
+        let num_pairs = u32::try_from(group.copies.len()).unwrap_or(u32::MAX);
+        let tokens = group.copies.iter().map(|pair| pair.num_tokens).max().unwrap_or(0);
+        let uploaded = self.pair_ring.with(cx, stream, |buffer| {
+            let copies = bytes_of(&group.copies);
+            let buffer = &mut buffer[..copies.len()];
+            buffer.copy_from_slice(copies);
             // SAFETY: a pinned buffer of the ring, and its place in the workspace.
             unsafe { cx.upload(pairs, buffer, stream) }
-        })?;
+        });
+        group.copies.clear();
+        uploaded?;
+        let params = group.params;
+        let bytes = params.used_bytes / u64::from(params.unit_tokens) * u64::from(tokens);
         let params = KvpoolCopyParams {
-            group: self.groups[group].params,
+            group: params,
             pool: self.pool.address(),
             pairs,
-            num_pairs: 1,
+            num_pairs,
             reserved: 0,
         };
-        // SAFETY: the kernel takes this struct; both units lie in the pool.
-        unsafe { cx.launch(self.kernels.copy_pair(bytes), &params, stream) }
+        // SAFETY: the kernel takes this struct; all units lie in the pool.
+        unsafe { cx.launch(self.kernels.copy_pairs(num_pairs, bytes), &params, stream) }
     }
 
     /// Makes every call that a verb makes once, with nothing to do: the driver loads a kernel, and
@@ -181,7 +200,17 @@ impl CudaDevice {
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
             let k = host::at(place, 0, dtype);
             let token_slots = &[];
-            let args = DeviceAppend { step: 0, layout, layer: 0, scales, token_slots, k, v: k };
+            let args = DeviceAppend {
+                step: 0,
+                layout,
+                layer: 0,
+                scales,
+                token_slots,
+                rope: None,
+                positions: &[],
+                k,
+                v: k,
+            };
             self.launch_append(cx, &args, &self.groups[0], 0, 0)?;
         }
         let q = host::at(place, 0, DType::F32);
@@ -203,7 +232,8 @@ impl CudaDevice {
         let params = self.launch_attend(cx, &args, &self.groups[0], 0)?;
         self.launch_combine(cx, &params, &self.groups[0])?;
         let nothing = KvpoolCopyPair { src_unit: 0, dst_unit: 0, first_token: 0, num_tokens: 0 };
-        self.launch_copy(cx, 0, nothing, 0)?;
+        self.groups[0].copies.push(nothing);
+        self.launch_copies(cx, 0)?;
         let counts = self.workspace.address() + self.sizes.counts;
         // SAFETY: one number of the workspace onto another; both are 0.
         unsafe { cx.copy(counts + 8, counts, 8, self.stream) }?;

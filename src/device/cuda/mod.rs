@@ -49,12 +49,14 @@ use kernels::{Kernels, Target};
 use memory::{DeviceMemory, PinnedMemory, Ring};
 use tables::Group;
 
+use super::plain;
 use super::{
     AppendArgs, AppendCounts, AttendArgs, CudaStream, DType, Device, DeviceAppend, DeviceAttend,
     DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload,
 };
+use crate::config::RopeStyle;
 use crate::error::DeviceError;
-use crate::plan::{CudaWorkspace, GroupLayout, LayerScales, Plan};
+use crate::plan::{CudaWorkspace, GroupLayout, LayerScales, Plan, Rope};
 
 /// What tensors in device memory must be aligned to: the kernels read so many bytes at once.
 const TENSOR_ALIGN: u64 = 16;
@@ -78,6 +80,8 @@ pub struct CudaDevice {
     pair_ring: Ring,
     tensor_ring: Ring,
     groups: Vec<Group>,
+    /// How K is rotated, without the angles.
+    rope: Option<RopeShape>,
     q_per_kv: u32,
     max_tokens: u64,
     /// Whether appends count something.
@@ -126,6 +130,7 @@ impl CudaDevice {
             tensor_ring,
             groups: groups.map(|(group, tables)| Group::new(&group.layout, *tables)).collect(),
             sizes,
+            rope: plan.rope.as_ref().map(RopeShape::of),
             q_per_kv: plan.geometry.q_heads_per_kv_head(),
             max_tokens: plan.limits.max_batch_tokens.into(),
             counts: plan.format.scale.is_some(),
@@ -134,6 +139,7 @@ impl CudaDevice {
             context: Arc::clone(context),
         };
         device.clear(&cx)?;
+        device.upload_rope(&cx, plan)?;
         device.warm_up(&cx, &plan.groups[0].layout)?;
         drop(cx);
         Ok(device)
@@ -147,6 +153,18 @@ impl CudaDevice {
         // SAFETY: two numbers of the workspace.
         unsafe { cx.fill(self.workspace.address() + self.sizes.counts, 0, 16, *stream) }?;
         cx.wait_for_stream(*stream)
+    }
+
+    /// Puts the tables for the rotation of K into the workspace.
+    fn upload_rope(&self, cx: &Entered<'_>, plan: &Plan) -> Result<(), DeviceError> {
+        let Some(rope) = &plan.rope else { return Ok(()) };
+        let len = rope.numbers().ok().and_then(|len| usize::try_from(len).ok());
+        let mut numbers = vec![0.0; len.ok_or(DeviceError::BadLayout)?];
+        rope.fill(&mut numbers);
+        let to = self.workspace.address() + self.sizes.rope;
+        // SAFETY: their place in the workspace; `numbers` is there until the copy is done.
+        unsafe { cx.upload(to, plain::bytes_of(&numbers), self.stream) }?;
+        cx.wait_for_stream(self.stream)
     }
 
     /// Refuses a layout that is not one of the plan's, and gives the group's index.
@@ -188,6 +206,22 @@ impl CudaDevice {
     #[must_use]
     pub fn ring_waits(&self) -> u64 {
         self.table_ring.waits() + self.pair_ring.waits()
+    }
+}
+
+/// How K is rotated, without the angles: they lie in the workspace.
+#[derive(Clone, Copy, Debug)]
+struct RopeShape {
+    style: RopeStyle,
+    dims: u32,
+    positions: u32,
+    tables: u32,
+}
+
+impl RopeShape {
+    fn of(rope: &Rope) -> Self {
+        let tables = u32::try_from(rope.tables.len()).unwrap_or(u32::MAX);
+        Self { style: rope.style, dims: rope.dims, positions: rope.positions, tables }
     }
 }
 
@@ -236,13 +270,22 @@ impl Device for CudaDevice {
     fn prepare(&mut self, args: &DevicePrepare<'_>) -> Result<(), DeviceError> {
         let context = Arc::clone(&self.context);
         let cx = context.enter()?;
-        let DevicePrepare { step, layout, token_slots, .. } = *args;
+        let DevicePrepare { step, layout, token_slots, positions, .. } = *args;
         let index = self.group_of(layout, 0)?;
         let tokens = tables::checked_len(token_slots, self.max_tokens)?;
         let nothing = host::at(self.workspace.address(), 0, DType::F32);
         let scales = LayerScales::default();
-        let append =
-            DeviceAppend { step, layout, layer: 0, scales, token_slots, k: nothing, v: nothing };
+        let append = DeviceAppend {
+            step,
+            layout,
+            layer: 0,
+            scales,
+            token_slots,
+            rope: None,
+            positions,
+            k: nothing,
+            v: nothing,
+        };
         let attend = DeviceAttend {
             step,
             layout,
@@ -337,6 +380,18 @@ impl Device for CudaDevice {
         dst_unit: u32,
         tokens: std::ops::Range<u32>,
     ) -> Result<u64, DeviceError> {
+        let bytes = self.queue_copy(layout, src_unit, dst_unit, tokens)?;
+        self.submit()?;
+        Ok(bytes)
+    }
+
+    fn queue_copy(
+        &mut self,
+        layout: &GroupLayout,
+        src_unit: u32,
+        dst_unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> Result<u64, DeviceError> {
         let num_tokens = tokens.end.saturating_sub(tokens.start);
         let inside = |unit: u32| unit < layout.units && tokens.end <= layout.unit_tokens;
         if !(inside(src_unit) && inside(dst_unit)) {
@@ -351,10 +406,27 @@ impl Device for CudaDevice {
         if bytes == 0 || src_unit == dst_unit {
             return Ok(bytes);
         }
-        let context = Arc::clone(&self.context);
         let pair = KvpoolCopyPair { src_unit, dst_unit, first_token: tokens.start, num_tokens };
-        self.launch_copy(&context.enter()?, group, pair, bytes)?;
+        if self.groups[group].must_follow(&pair) {
+            let context = Arc::clone(&self.context);
+            self.launch_copies(&context.enter()?, group)?;
+        }
+        self.groups[group].copies.push(pair);
         Ok(bytes)
+    }
+
+    fn submit(&mut self) -> Result<(), DeviceError> {
+        if self.groups.iter().all(|group| group.copies.is_empty()) {
+            return Ok(());
+        }
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        for group in 0..self.groups.len() {
+            if !self.groups[group].copies.is_empty() {
+                self.launch_copies(&cx, group)?;
+            }
+        }
+        Ok(())
     }
 
     fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {

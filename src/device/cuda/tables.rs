@@ -6,14 +6,17 @@
 use std::ops::Range;
 
 use super::CudaDevice;
-use super::bindings::{KvpoolItem, KvpoolKvGroup, KvpoolSeq};
+use super::bindings::{KvpoolCopyPair, KvpoolItem, KvpoolKvGroup, KvpoolSeq};
 use super::driver::{Entered, Stream};
 use super::items::{self, Counts, Shape};
 use super::params;
 use crate::device::plain::{bytes_of, values_of_mut};
 use crate::device::{BatchSeq, DeviceAppend, DeviceAttend};
 use crate::error::DeviceError;
-use crate::plan::{Addressing, CUDA_COUNTS_BYTES, CudaTables, CudaWorkspace, GroupLayout, visible};
+use crate::plan::{
+    Addressing, CUDA_COUNTS_BYTES, CUDA_PAIRS_AT_ONCE, CudaTables, CudaWorkspace, GroupLayout,
+    visible,
+};
 use crate::units::Bytes;
 
 /// Bytes of the numbers ahead of the token slots, and of the sequences.
@@ -35,6 +38,8 @@ pub(super) struct Group {
     pub(super) item_rows: u32,
     /// The step whose kernels take all numbers from device memory; 0 for none.
     pub(super) prepared: u64,
+    /// Copies that were noted down for the next launch. At most [`CUDA_PAIRS_AT_ONCE`]
+    pub(super) copies: Vec<KvpoolCopyPair>,
 }
 
 impl Group {
@@ -48,7 +53,21 @@ impl Group {
     pub(super) fn new(layout: &GroupLayout, tables: CudaTables) -> Self {
         let params = params::group(layout);
         let lists = Counts::default();
-        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0, prepared: 0 }
+        let copies = Vec::with_capacity(CUDA_PAIRS_AT_ONCE as usize);
+        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0, prepared: 0, copies }
+    }
+
+    /// Whether a copy cannot go into one launch with those that were noted down: what is in one
+    /// launch has no order.
+    pub(super) fn must_follow(&self, pair: &KvpoolCopyPair) -> bool {
+        let end = |pair: &KvpoolCopyPair| pair.first_token + pair.num_tokens;
+        self.copies.len() == CUDA_PAIRS_AT_ONCE as usize
+            || self.copies.iter().any(|other| {
+                let units = other.dst_unit == pair.src_unit
+                    || other.dst_unit == pair.dst_unit
+                    || other.src_unit == pair.dst_unit;
+                units && other.first_token < end(pair) && pair.first_token < end(other)
+            })
     }
 }
 
@@ -83,22 +102,41 @@ impl CudaDevice {
                 pool: self.pool.bytes(),
             });
         }
+        let positions = self.positions_of(args)?;
         let group = &mut self.groups[index];
         group.slots_of = 0;
         let to = self.workspace.address() + group.tables.num_tokens;
+        let positions_at = self.workspace.address() + group.tables.positions;
         let stream = self.stream;
         self.table_ring.with(cx, stream, |buffer| {
             let slots = bytes_of(args.token_slots);
-            let (counts, rest) = buffer.split_at_mut(COUNTS_BYTES);
+            let (used, rest) = buffer.split_at_mut(COUNTS_BYTES + slots.len());
+            let (counts, places) = used.split_at_mut(COUNTS_BYTES);
             values_of_mut(counts)[0] = args.token_slots.len() as u64;
-            rest[..slots.len()].copy_from_slice(slots);
-            let buffer = &buffer[..COUNTS_BYTES + slots.len()];
+            places.copy_from_slice(slots);
             // SAFETY: a pinned buffer of the ring, and its place in the workspace, which the
             // caller has checked to have room for so many tokens.
-            unsafe { cx.upload(to, buffer, stream) }
+            unsafe { cx.upload(to, used, stream) }?;
+            if positions.is_empty() {
+                return Ok(());
+            }
+            rest[..positions.len()].copy_from_slice(positions);
+            // SAFETY: as above.
+            unsafe { cx.upload(positions_at, &rest[..positions.len()], stream) }
         })?;
         group.slots_of = args.step;
         Ok(())
+    }
+
+    /// The bytes of a step's positions, after checking that there is an angle for each; none where
+    /// no K is rotated.
+    fn positions_of<'a>(&self, args: &DeviceAppend<'a>) -> Result<&'a [u8], DeviceError> {
+        let Some(rope) = &self.rope else { return Ok(&[]) };
+        let beyond = |position: &u32| *position >= rope.positions;
+        if args.positions.len() != args.token_slots.len() || args.positions.iter().any(beyond) {
+            return Err(DeviceError::BadLayout);
+        }
+        Ok(bytes_of(args.positions))
     }
 
     /// Uploads a step's sequences and their blocks, after checking them, and work lists for the

@@ -145,8 +145,16 @@ fn stored(format: (Format, Option<ScaleKind>), tensor: TensorRef<'_>) -> (Vec<u8
     let mut rig = Rig::new(params);
     let layout = rig.layout().clone();
     let scales = LayerScales { k: 1.0, v: 1.0 };
-    let args =
-        AppendArgs { layout: &layout, layer: 0, scales, token_slots: &[3], k: tensor, v: tensor };
+    let args = AppendArgs {
+        layout: &layout,
+        layer: 0,
+        scales,
+        token_slots: &[3],
+        rope: None,
+        positions: &[],
+        k: tensor,
+        v: tensor,
+    };
     rig.device.append(&args).expect("append");
     let row = |kv| {
         let mut bytes = vec![0; 8 * layout.element_bytes as usize];
@@ -200,6 +208,8 @@ fn token_slots_beyond_the_pool_write_nothing() {
                 layer,
                 scales: LayerScales::default(),
                 token_slots: &token_slots,
+                rope: None,
+                positions: &[],
                 k: TensorRef::F32(&x),
                 v: TensorRef::F32(&x),
             })

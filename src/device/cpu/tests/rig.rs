@@ -90,6 +90,7 @@ pub(super) fn plan(params: &Params) -> Plan {
             }),
             hybrid: None,
         },
+        rope: None,
         pool: PoolConfig::default(),
         device: DeviceConfig::default(),
         workload: None,
@@ -237,6 +238,8 @@ impl Rig {
                 layer: LAYER,
                 scales: self.plan.scales_of(LayerIdx(LAYER)),
                 token_slots: &token_slots,
+                rope: None,
+                positions: &[],
                 k: TensorRef::F32(&k),
                 v: TensorRef::F32(&v),
             })
