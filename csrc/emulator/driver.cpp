@@ -285,7 +285,9 @@ void Driver::run_copy(Operation& operation) {
                                            memory->nearest(address));
         return;
     }
-    if (fill) {
+    if (fill && operation.fill == 0) {
+        memory->clear(operation.device_to, bytes);
+    } else if (fill) {
         memset(to, operation.fill, bytes);
     } else {
         memmove(to, from, bytes);

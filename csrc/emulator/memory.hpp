@@ -78,6 +78,20 @@ public:
         return true;
     }
 
+    // Zeroes bytes of a live allocation. Whole pages of many are given back instead: they read as
+    // zero, and take no room until they are touched.
+    void clear(uint64_t address, uint64_t bytes) {
+        const uint64_t start = (address + 4095) & ~4095ull;
+        const uint64_t end = (address + bytes) & ~4095ull;
+        if (bytes <= POISON_BYTES_MAX || !is_device(address)) {
+            memset(find(address, bytes), 0, bytes);
+            return;
+        }
+        memset(data_at(address), 0, start - address);
+        madvise(data_at(start), end - start, MADV_DONTNEED);
+        memset(data_at(end), 0, address + bytes - end);
+    }
+
     // Host memory that kernels may reach at its own address: pinned memory. [bytes]
     void add_host(void* p, uint64_t bytes) {
         ranges_[reinterpret_cast<uint64_t>(p)] = bytes;

@@ -34,6 +34,9 @@ fn edge_20_a_window_pattern_longer_than_the_layers_is_refused() {
 #[test]
 fn edge_53_unusable_scales_are_refused_by_name() {
     assert!(read(INT8).is_ok());
+    // On whatever device.
+    let on_gpu = format!("{INT8}[device]\nkind = \"cuda\"\n");
+    assert!(read(&on_gpu).is_ok());
     for (value, shown) in [
         ("0.0", "0 is no finite number above 0"),
         ("-0.5", "-0.5 is no"),
@@ -48,7 +51,9 @@ fn edge_53_unusable_scales_are_refused_by_name() {
     ] {
         let line = format!("k_scale = {value}");
         let expectation = "expected a finite number above 0, or a list of one for each layer";
-        refused_line(INT8, 15, &line, "cache.int8.k_scale", &[shown, expectation]);
+        for text in [INT8, &on_gpu] {
+            refused_line(text, 15, &line, "cache.int8.k_scale", &[shown, expectation]);
+        }
     }
     // An entry of a list has a line of its own.
     refused_line(INT8, 18, "-0.125,", "cache.int8.v_scale.1", &["-0.125 is no finite"]);

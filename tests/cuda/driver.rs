@@ -119,6 +119,17 @@ pub(crate) fn traffic(kernel: &str) -> [u64; 4] {
     numbers
 }
 
+/// How often a kernel has been launched.
+pub(crate) fn launches(kernel: &str) -> u64 {
+    let name = CString::new(kernel).unwrap();
+    let mut numbers = [0_u64; 4];
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(*const c_char, *mut u64) -> u64 =
+        unsafe { emulator("kvpool_emu_traffic") };
+    // SAFETY: a text with an end, and room for four numbers.
+    unsafe { function(name.as_ptr(), numbers.as_mut_ptr()) }
+}
+
 /// Sets all counters to 0.
 pub(crate) fn reset_counters() {
     // SAFETY: its type.

@@ -2,7 +2,7 @@
 
 use kvpool::cache::{AttendOptions, Cache, SeqHandle};
 use kvpool::config::{CacheMode, Format, KernelChoice, ScaleKind};
-use kvpool::device::{TensorMut, TensorRef};
+use kvpool::device::{DType, DeviceTensor, TensorMut, TensorRef};
 use kvpool::units::LayerIdx;
 
 use super::driver::{self, Memory, counter};
@@ -280,10 +280,10 @@ fn host_tensors_that_do_not_fit_the_buffers_go_in_parts() {
     assert_eq!(pool(&gpu), pool(&cpu));
 }
 
-/// Attention of two tokens over f32, from the host, in f16.
 #[test]
 #[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
 fn mixed_types_of_k_and_v_are_refused() {
+    driver::enter();
     let mut cache = Spec::default().open();
     let seq = begin(&mut cache, 0);
     let mut step = cache.reserve(&[(seq, 1)]).expect("fits");
@@ -291,7 +291,12 @@ fn mixed_types_of_k_and_v_are_refused() {
     let narrow = [half::f16::ONE; 8];
     let error =
         step.append(LayerIdx(0), TensorRef::F32(&wide), TensorRef::F16(&narrow)).unwrap_err();
-    assert!(error.to_string().contains("different element types"), "{error}");
+    assert!(error.to_string().contains("k is of f32 and v of f16"), "{error}");
+    let (wide_at, narrow_at) = (Memory::new(64), Memory::new(64));
+    // SAFETY: the memory outlives the step, and nothing is launched.
+    let narrow_at = unsafe { DeviceTensor::new(narrow_at.address, 8, DType::F16) };
+    let error = step.append_device(LayerIdx(0), wide_at.tensor(8), narrow_at).unwrap_err();
+    assert!(error.to_string().contains("k is of f32 and v of f16"), "{error}");
     step.append(LayerIdx(0), TensorRef::F16(&narrow), TensorRef::F16(&narrow)).expect("append");
     let mut out = [half::f16::NAN; 16];
     let q = [1.0; 16];

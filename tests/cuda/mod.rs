@@ -5,9 +5,11 @@
 //! another seed of the emulator: it delays work, and shuffles threads, otherwise.
 
 mod driver;
+mod edges;
 mod emulator;
 mod errors;
 mod exports;
+mod graph;
 mod inside;
 mod traffic;
 
@@ -36,34 +38,81 @@ fn again(arguments: &[&str], variables: &[(&str, &str)]) {
     assert!(!out.contains(" 0 passed"), "no test ran: {arguments:?}");
 }
 
+/// Tests that are written for the CPU, on the CUDA device.
+fn run_suite(suite: &[&str]) {
+    // About the bookkeeping alone, most of them on a device without memory; about the scheduler;
+    // about the CPU device itself.
+    const SKIPPED: [&str; 22] = [
+        "kernels_agree_with_the_reference",
+        "a_million_operations",
+        "edge_19_memory_is_checked",
+        "the_callers_floating_point_mode",
+        "manager::admission::",
+        "manager::exact::",
+        "manager::probes::",
+        "manager::edges_kept::",
+        "manager::edges_counted::",
+        "manager::exhaustive::",
+        "late_work_comes_out",
+        "job::memory_is_checked",
+        "job::real_requests",
+        "job::traces_run",
+        "job::a_file_without",
+        "edge_18_preempt_and_resume",
+        "job::edge_12",
+        "job::the_observer",
+        "job_reuse::a_conversation",
+        "job_reuse::a_small_cache",
+        "job_reuse::conversations_open",
+        "job_reuse::nobody_joins",
+    ];
+    println!("skipped on the emulated device: {}", SKIPPED.join(", "));
+    // One after the other in each process: the emulator does one thing at a time.
+    let mut arguments = suite.to_vec();
+    let skips = SKIPPED.map(|name| format!("--skip={name}"));
+    arguments.extend(skips.iter().map(String::as_str));
+    arguments.push("--test-threads=1");
+    again(&arguments, &[("KVPOOL_EMU_SEED", "1")]);
+}
+
 /// The tests that are written for the CPU, on the CUDA device.
 #[test]
 fn the_suite_of_the_cpu_runs_on_the_emulated_device() {
-    let suite = [
-        "one_answer::",
-        "int8::",
-        "edge_blocks::",
-        "edge_admission::",
-        "stateful::",
-        "review::",
-        "--skip=kernels_agree_with_the_reference",
-        "--skip=a_million_operations",
-        "--skip=edge_51",
-        // About the CPU device itself.
-        "--skip=edge_19_memory_is_checked",
-        "--skip=the_callers_floating_point_mode",
-    ];
-    again(&suite, &[("KVPOOL_EMU_SEED", "1")]);
+    run_suite(&["one_answer::", "int8::", "edge_blocks::", "edge_admission::", "stateful::"]);
+}
+
+#[test]
+fn the_suite_of_the_manager_runs_on_the_emulated_device() {
+    run_suite(&["review::", "rope::", "manager::"]);
+}
+
+#[test]
+fn jobs_run_on_the_emulated_device() {
+    run_suite(&["job::", "job_reuse::"]);
 }
 
 #[test]
 fn the_tests_of_the_device_run_on_the_emulated_device() {
     // One after the other: they look at counters of the whole process.
-    let arguments =
-        ["cuda::inside::", "cuda::errors::", "cuda::exports::", "--ignored", "--test-threads=1"];
+    let arguments = [
+        "cuda::inside::",
+        "cuda::errors::",
+        "cuda::edges::",
+        "cuda::exports::",
+        "cuda::graph::",
+        "--ignored",
+        "--test-threads=1",
+        "--skip=edge_45",
+    ];
     for seed in ["0", "7"] {
         again(&arguments, &[("KVPOOL_EMU_SEED", seed)]);
     }
+}
+
+#[test]
+fn edge_45_offsets_past_four_gibibytes_on_the_device() {
+    let memory = [("KVPOOL_EMU_DEVICE_MEMORY", "8GiB")];
+    again(&["cuda::edges::edge_45", "--ignored"], &memory);
 }
 
 #[test]

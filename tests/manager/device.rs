@@ -6,13 +6,25 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use kvpool::cache::Cache;
 use kvpool::device::{
     AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice, TensorRef,
 };
 use kvpool::error::DeviceError;
 use kvpool::plan::{Kv, Plan};
 
-use crate::common::Rng;
+use crate::common::{Rng, Spec, on_cuda};
+
+/// A cache on memory that does up to `most` calls late; where the tests run on a CUDA device, on
+/// that: what it does late is up to the emulator.
+pub(super) fn open_late(spec: &Spec, most: usize) -> Cache {
+    if on_cuda() {
+        return spec.open();
+    }
+    let plan = spec.plan();
+    let (device, _) = TestDevice::open(&plan, most);
+    Cache::open(plan, device).expect("opens")
+}
 
 /// A range of bytes: offset and length.
 type Range = (u64, u64);
@@ -238,7 +250,7 @@ impl Device for TestDevice {
 /// The queue keeps order where order matters, and only there.
 #[test]
 fn late_work_comes_out_as_if_it_had_been_done_at_once() {
-    let plan = crate::common::Spec::default().plan();
+    let plan = Spec::default().plan();
     let (mut late, seen) = TestDevice::open(&plan, 12);
     let (mut prompt, _) = TestDevice::open(&plan, 0);
     let mut rng = Rng(3);

@@ -10,7 +10,7 @@ use kvpool::cache::{Begun, Cache, PinHandle, Reservation, SeqHandle};
 use kvpool::config::Admission;
 use kvpool::units::GroupIdx;
 
-use super::device::TestDevice;
+use super::device::open_late;
 use super::events::Replay;
 use super::text::{KEY_PARTS, Ns, Stored, Text, check_contents};
 use crate::common::{Rng, Spec, mix};
@@ -108,9 +108,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// A driver on memory of its own.
     pub(crate) fn new(spec: &Spec, seed: u64) -> Self {
-        let plan = spec.plan();
-        let (device, _) = TestDevice::open(&plan, 0);
-        Self::on(spec, Cache::open(plan, device).expect("opens"), seed)
+        Self::on(spec, open_late(spec, 0), seed)
     }
 
     /// A driver on a cache that was opened somehow.

@@ -6,7 +6,7 @@ use kvpool::error::CacheError;
 use kvpool::plan::Kv;
 use kvpool::units::{GroupIdx, LayerIdx};
 
-use super::device::TestDevice;
+use super::device::open_late;
 use super::text::{Ns, Stored, Text, check_contents, vector};
 use crate::common::Spec;
 
@@ -47,9 +47,7 @@ pub(super) fn tokens(from: u32, to: u32) -> Vec<u32> {
 
 impl Rig {
     pub(super) fn new(spec: &Spec) -> Self {
-        let plan = spec.plan();
-        let (device, _) = TestDevice::open(&plan, 8);
-        Self::on(spec, Cache::open(plan, device).expect("opens"))
+        Self::on(spec, open_late(spec, 8))
     }
 
     pub(super) fn on(spec: &Spec, cache: Cache) -> Self {

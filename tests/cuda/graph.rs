@@ -1,0 +1,210 @@
+//! A decode step's launches, captured once and played again for later steps.
+
+use std::ffi::c_void;
+
+use cudarc::driver::sys;
+use kvpool::cache::{Cache, SeqHandle};
+use kvpool::config::{Format, RopeConfig, ScaleKind};
+use kvpool::device::{CudaStream, DType, DeviceTensor};
+use kvpool::units::LayerIdx;
+
+use super::driver::{self, Memory, counter};
+use crate::common::{MODES, Spec, append_step, assert_same_bits, begin, run_step, tensor};
+
+/// Sequences that pass from one split of the keys to the next while they decode, in a layer that
+/// sees everything and one with a window, K turned.
+fn spec(format: Format) -> Spec {
+    Spec {
+        format,
+        scale: ScaleKind::PerTokenHead,
+        windows: vec![0, 24],
+        sink_tokens: 3,
+        num_q_heads: 8,
+        num_kv_heads: 2,
+        head_dim: 64,
+        max_seqs: 3,
+        max_seq_len: 560,
+        max_batch_tokens: 510,
+        max_step_tokens: Some(24),
+        rope: Some(RopeConfig { theta: Some(1e4), ..RopeConfig::default() }),
+        ..Spec::default()
+    }
+}
+
+fn ok(result: sys::CUresult) {
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// A stream of the caller's.
+struct Stream(sys::CUstream);
+
+impl Stream {
+    fn new() -> Self {
+        let mut stream = std::ptr::null_mut();
+        let flag = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a place for a handle.
+        ok(unsafe { sys::cuStreamCreate(&raw mut stream, flag) });
+        Self(stream)
+    }
+
+    fn put(&self, to: &Memory, values: &[f32]) {
+        let (from, bytes) = (values.as_ptr().cast::<c_void>(), size_of_val(values));
+        // SAFETY: the memory has room; what is not pinned is read before the call returns.
+        ok(unsafe { sys::cuMemcpyHtoDAsync_v2(to.address, from, bytes, self.0) });
+    }
+
+    fn capture(&self) {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive.
+        ok(unsafe { sys::cuStreamBeginCapture_v2(self.0, mode) });
+    }
+
+    fn captured(&self) -> sys::CUgraphExec {
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream is being captured.
+        ok(unsafe { sys::cuStreamEndCapture(self.0, &raw mut graph) });
+        // SAFETY: the graph is whole.
+        ok(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut executable, graph, 0) });
+        executable
+    }
+
+    fn play(&self, graph: sys::CUgraphExec) {
+        // SAFETY: both are alive.
+        ok(unsafe { sys::cuGraphLaunch(graph, self.0) });
+    }
+}
+
+/// Memory for the tensors of any step: K, V, Q and the result of each layer.
+struct Tensors {
+    layers: Vec<[Memory; 4]>,
+}
+
+impl Tensors {
+    fn new(spec: &Spec) -> Self {
+        let rows = (spec.max_seqs * spec.head_dim * 4) as usize;
+        let (kv, q) = (rows * spec.num_kv_heads as usize, rows * spec.num_q_heads as usize);
+        let layers = spec.windows.iter();
+        Self { layers: layers.map(|_| [kv, kv, q, q].map(Memory::new)).collect() }
+    }
+}
+
+/// Prompts of these lengths, on the way that waits.
+fn prefill(cache: &mut Cache, lens: &[usize]) -> Vec<SeqHandle> {
+    (1..)
+        .zip(lens)
+        .map(|(which, len)| {
+            let seq = begin(cache, 0);
+            let tags: Vec<u64> = (0..*len as u64).map(|at| which * 10_000 + at).collect();
+            for chunk in tags.chunks(24) {
+                append_step(cache, &[(seq, chunk.len() as u32)], chunk).expect("fits");
+            }
+            seq
+        })
+        .collect()
+}
+
+/// One decode step of these sequences: captured where there is no graph yet, and played. Gives the
+/// outputs, `[layers]`.
+fn step(
+    cache: &mut Cache,
+    stream: &Stream,
+    tensors: &Tensors,
+    graph: &mut Option<sys::CUgraphExec>,
+    batch: &[SeqHandle],
+    tags: &[u64],
+) -> Vec<Vec<f32>> {
+    let geometry = cache.plan().geometry.clone();
+    let (kv_heads, q_heads, dim) = (geometry.num_kv_heads, geometry.num_q_heads, geometry.head_dim);
+    let batch: Vec<_> = batch.iter().map(|seq| (*seq, 1)).collect();
+    let mut step = cache.reserve(&batch).expect("fits");
+    let positions = step.positions().to_vec();
+    step.prepare().expect("uploads");
+    let lens =
+        [kv_heads, kv_heads, q_heads, q_heads].map(|heads| tags.len() * (heads * dim) as usize);
+    for (layer, memory) in (0..).zip(&tensors.layers) {
+        for (what, heads) in [(0, kv_heads), (1, kv_heads), (2, q_heads)] {
+            let values = tensor(tags, &positions, layer, what, heads, dim);
+            stream.put(&memory[what as usize], &values);
+        }
+    }
+    let first = graph.is_none();
+    if first {
+        stream.capture();
+    }
+    for (layer, memory) in (0..).zip(&tensors.layers) {
+        let layer = LayerIdx(layer);
+        if !first {
+            step.mark_appended(layer).expect("once");
+            continue;
+        }
+        let at = |which: usize| {
+            // SAFETY: the memory outlives the graph, and the stream orders what uses it.
+            unsafe { DeviceTensor::new(memory[which].address, lens[which], DType::F32) }
+        };
+        step.append_device(layer, at(0), at(1)).expect("append");
+        step.attend_device(layer, at(2), at(3), None, None).expect("attend");
+    }
+    let graph = *graph.get_or_insert_with(|| stream.captured());
+    stream.play(graph);
+    step.commit().expect("whole");
+    cache.synchronize().expect("no kernel failed");
+    tensors.layers.iter().map(|memory| memory[3].read(lens[3])).collect()
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn a_captured_step_is_played_for_later_ones() {
+    driver::enter();
+    for (format, mode) in
+        MODES.into_iter().flat_map(|mode| [(Format::F16, mode), (Format::Int8, mode)])
+    {
+        let spec = Spec { mode, ..spec(format) };
+        let (mut cache, mut host) = (spec.open(), spec.open());
+        let stream = Stream::new();
+        // Two beyond a split, or on the way there, and one that joins later.
+        let lens = [508, 9, 30];
+        let (seqs, others) = (prefill(&mut cache, &lens), prefill(&mut host, &lens));
+        cache.synchronize().expect("done");
+        // SAFETY: it lives until the process ends.
+        cache.set_stream(unsafe { CudaStream::new(stream.0.cast()) }).expect("set");
+        let tensors = Tensors::new(&spec);
+        let (pool, mut graph) = (cache.pool_ptr(), None);
+        let batches: [&[usize]; 10] = [
+            &[0, 1],
+            &[0, 1],
+            &[0, 1, 2],
+            &[2],
+            &[1, 0, 2],
+            &[0],
+            &[0, 2],
+            &[0, 1, 2],
+            &[0, 1, 2],
+            &[2, 1],
+        ];
+        for (at, batch) in (0_u64..).zip(batches) {
+            let tags: Vec<u64> = batch.iter().map(|s| 90_000 + *s as u64 * 100 + at).collect();
+            let chosen: Vec<SeqHandle> = batch.iter().map(|s| seqs[*s]).collect();
+            let before = counter("allocations");
+            let got = step(&mut cache, &stream, &tensors, &mut graph, &chosen, &tags);
+            assert_eq!(counter("allocations"), before, "nothing is allocated");
+            let chosen: Vec<_> = batch.iter().map(|s| (others[*s], 1)).collect();
+            let want = run_step(&mut host, &chosen, &tags).expect("fits");
+            for (layer, (got, want)) in got.iter().zip(&want.out).enumerate() {
+                assert_same_bits(
+                    got,
+                    want,
+                    &format!("{format:?} {mode:?} step {at} layer {layer}"),
+                );
+            }
+            assert_eq!(cache.pool_ptr(), pool, "pointers stay");
+        }
+        let played = counter("graph_launches");
+        assert!(played >= 10, "{played}");
+        let bytes = |cache: &Cache| {
+            let mut bytes = vec![0; cache.plan().pool_bytes.get() as usize];
+            cache.read_bytes(0, &mut bytes).expect("inside");
+            bytes
+        };
+        assert_eq!(bytes(&cache), bytes(&host), "{format:?} {mode:?}: bytes stored");
+    }
+}
