@@ -413,12 +413,18 @@ impl Cache {
     /// committed nor dropped. Every verb that changes anything does this first.
     pub(super) fn abandon_step(&mut self) {
         if self.batch.open {
-            self.undo_step();
+            self.cancel_step();
         }
     }
 
+    /// Undoes a step that was open.
+    pub(super) fn cancel_step(&mut self) {
+        self.undo_step();
+        self.counters.steps_cancelled += 1;
+    }
+
     /// Undoes `open_step`: blocks go back in the reverse order, so the free lists are as before.
-    pub(super) fn undo_step(&mut self) {
+    fn undo_step(&mut self) {
         for at in (0..self.batch.seqs.len()).rev() {
             let BatchSeq { slot, first_position, .. } = self.batch.seqs[at];
             for group in 0..self.plan.groups.len() {
@@ -430,6 +436,5 @@ impl Cache {
         }
         self.undo_copies();
         self.batch.clear();
-        self.counters.steps_cancelled += 1;
     }
 }

@@ -112,7 +112,7 @@ impl Cache {
             .and_then(|()| self.finish_begin(prompt, options, slot, &found))
             .and_then(|()| Ok(self.pool.device.submit()?));
         if let Err(error) = finished {
-            self.release(begun.sequence)?;
+            self.abandon_begun(begun.sequence);
             return Err(error);
         }
         self.note_peaks();
@@ -167,7 +167,7 @@ impl Cache {
         if let Err(failed) = self.finish_batch(wanted, out) {
             // The device failed: give back what there is.
             while let Some(begun) = out.pop() {
-                let _ = self.release(begun.sequence);
+                self.abandon_begun(begun.sequence);
             }
             return Err(failed);
         }

@@ -52,7 +52,7 @@ impl Cache {
         });
         let copied = copied.and_then(|()| Ok(self.pool.device.submit()?));
         if let Err(error) = copied {
-            self.release(copy)?;
+            self.abandon_begun(copy);
             return Err(error);
         }
         self.counters.seqs_begun += 1;

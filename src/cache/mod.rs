@@ -264,6 +264,13 @@ impl Cache {
         Ok(())
     }
 
+    /// Gives back what a sequence has that could not be begun, because the device failed. Not all
+    /// of it was written, so nobody else gets any of it; and nobody has ended.
+    fn abandon_begun(&mut self, sequence: SeqHandle) {
+        self.seqs.record_mut(sequence.slot).known = 0;
+        self.release_slot(sequence.slot);
+    }
+
     fn release_slot(&mut self, slot: u32) {
         self.give_up_partial(slot);
         self.publish_the_rest(slot);

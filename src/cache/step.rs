@@ -333,7 +333,7 @@ impl Step<'_> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         if self.open {
-            self.cache.undo_step();
+            self.cache.cancel_step();
         }
     }
 }

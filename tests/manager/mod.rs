@@ -17,6 +17,7 @@ mod edges_begin;
 mod edges_copy;
 mod edges_counted;
 mod edges_evict;
+mod edges_failed;
 mod edges_kept;
 mod edges_reuse;
 mod edges_tight;
