@@ -94,6 +94,7 @@ impl Cache {
         let start = row + (at * per_block) as usize;
         let tokens = &tokens[start..start + per_block as usize];
         let (class, duration) = share.retentions.of_block(at * per_block, (at + 1) * per_block);
+        let asked = !share.retentions.is_empty();
         let block = match index.find(hash, parent, ns, tokens) {
             Some(block) if block == own => own,
             Some(block) => {
@@ -102,6 +103,9 @@ impl Cache {
                 }
                 self.swap_for(lead, slot, at, block);
                 self.counters.blocks_deduplicated += 1;
+                if asked {
+                    self.keep(block, class, duration);
+                }
                 block
             }
             None => {

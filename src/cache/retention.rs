@@ -319,12 +319,18 @@ impl Cache {
         for at in (0..blocks).rev() {
             let block = self.entry(lead, slot, at);
             let (class, duration) = retentions.of_block(at * per_block, (at + 1) * per_block);
-            let Some(Reuse { index: Some(index), expiry, .. }) = &mut self.reuse else { return };
-            let own = index.own_class(block);
-            if class > own || (class == own && duration > expiry.duration(block)) {
-                expiry.set_duration(block, duration);
-                self.set_own_class(block, class);
-            }
+            self.keep(block, class, duration);
+        }
+    }
+
+    /// Keeps a published block that is held for as much as someone else asks for it, if that is
+    /// more.
+    pub(super) fn keep(&mut self, block: u32, class: u8, duration_ms: u64) {
+        let Some(Reuse { index: Some(index), expiry, .. }) = &mut self.reuse else { return };
+        let own = index.own_class(block);
+        if class > own || (class == own && duration_ms > expiry.duration(block)) {
+            expiry.set_duration(block, duration_ms);
+            self.set_own_class(block, class);
         }
     }
 

@@ -58,6 +58,44 @@ fn a_higher_retention_counts_for_blocks_that_are_hit() {
     assert_outlives(&mut rig, &a, &b);
 }
 
+/// The same prompt computed by two at once: the block that stays is kept as the one asked who gave
+/// its own up for it.
+#[test]
+fn a_higher_retention_counts_for_blocks_that_two_computed() {
+    let (a, b) = (tokens(0, 17), tokens(100, 116));
+    for retention in [kept(90, None), kept(90, Some(100))] {
+        let mut rig = Rig::new(&paged(8));
+        let mut first = rig.begin(&a, Ns::default(), up_to(17)).expect("fits");
+        let options = BeginOptions { retention, ..up_to(17) };
+        let mut second = rig.begin(&a, Ns::default(), options).expect("fits");
+        rig.prefill(&mut first, &a);
+        rig.prefill(&mut second, &a);
+        assert_eq!(rig.cache.stats().blocks_deduplicated, 2);
+        rig.release(&second);
+        rig.release(&first);
+        run(&mut rig, &b, Retentions::default());
+        assert_outlives(&mut rig, &a, &b);
+    }
+}
+
+/// And a lower one lowers nothing.
+#[test]
+fn a_lower_retention_lowers_nothing_that_two_computed() {
+    let (a, b) = (tokens(0, 17), tokens(100, 116));
+    let mut rig = Rig::new(&paged(8));
+    let options = BeginOptions { retention: kept(90, None), ..up_to(17) };
+    let mut first = rig.begin(&a, Ns::default(), options).expect("fits");
+    let options = BeginOptions { retention: kept(10, Some(1)), ..up_to(17) };
+    let mut second = rig.begin(&a, Ns::default(), options).expect("fits");
+    rig.prefill(&mut first, &a);
+    rig.prefill(&mut second, &a);
+    rig.release(&first);
+    rig.release(&second);
+    rig.cache.set_time_ms(500);
+    run(&mut rig, &b, Retentions::default());
+    assert_outlives(&mut rig, &a, &b);
+}
+
 /// More tenants than names: who comes last is cached too, sooner or later.
 #[test]
 fn namespaces_are_not_used_up_for_ever() {
