@@ -195,10 +195,13 @@ impl Cache {
         reuse.events.removed(lead, block.0);
     }
 
+        let parent = index.parent(block.0);
     /// Forgets every cached block that nobody holds; what sequences and pins hold stays, and stays
     /// shareable. Retained slots of contiguous groups are forgotten too.
     pub fn clear_cached(&mut self) {
         self.abandon_step();
+        let class = self.pool.store(lead).map_or(0, |store| store.class(block));
+        self.lose_child(parent, class);
         let Some(lead) = self.lead() else {
             self.forget_donors();
             return;

@@ -334,6 +334,16 @@ impl Cache {
         }
     }
 
+    /// A block that counted for `class` is no child of this one any more, which may have counted for
+    /// as much because of it.
+    pub(super) fn lose_child(&mut self, parent: u32, class: u8) {
+        let Some(index) = self.index().filter(|_| parent != NO_BLOCK) else { return };
+        let own = index.own_class(parent);
+        if class > own {
+            self.set_own_class(parent, own);
+        }
+    }
+
     /// Gives a published block a priority of its own. It counts for as much as the highest of its
     /// children, which must go first; so do its parents, as far up as that changes their order.
     pub(super) fn set_own_class(&mut self, block: u32, class: u8) {

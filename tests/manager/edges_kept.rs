@@ -96,6 +96,27 @@ fn a_lower_retention_lowers_nothing_that_two_computed() {
     assert_outlives(&mut rig, &a, &b);
 }
 
+/// What a child was worth counts for its parent as long as the child is there.
+#[test]
+fn a_child_that_is_gone_keeps_its_parent_no_longer() {
+    let mut rig = Rig::new(&paged(8));
+    let range = |from, to, priority| Retention { from, to, priority, duration_ms: None };
+    let retention = Retentions::new(&[range(0, 8, 20), range(8, 16, 90)]).expect("valid");
+    let options = BeginOptions { retention, ..up_to(16) };
+    let (a, b) = (tokens(0, 16), tokens(100, 108));
+    let mut line = rig.begin(&a, Ns::default(), options).expect("fits");
+    rig.prefill(&mut line, &a);
+    rig.truncate(&mut line, 12);
+    rig.release(&line);
+    run(&mut rig, &b, Retentions::default());
+    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (1, 1));
+    let free = rig.blocks().0;
+    let mut line = rig.begin(&[], Ns::default(), up_to((free + 1) * 8)).expect("fits");
+    rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 1) * 8))]).expect("promised");
+    assert_eq!((rig.blocks_found(&a), rig.blocks_found(&b)), (0, 1));
+    assert_eq!(rig.cache.evictions_by_priority()[20], 1);
+}
+
 /// More tenants than names: who comes last is cached too, sooner or later.
 #[test]
 fn namespaces_are_not_used_up_for_ever() {
