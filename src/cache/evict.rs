@@ -127,14 +127,20 @@ impl Cache {
     /// Takes everything that goes on from a block of the lead group out of the index. Nobody holds
     /// it: whoever did would hold the block too.
     pub(super) fn prune(&mut self, lead: usize, block: u32) {
+        let mut at = block;
         loop {
             let Some(index) = self.index() else { return };
-            let Some(mut leaf) = index.children(block).next() else { return };
-            while let Some(child) = index.children(leaf).next() {
-                leaf = child;
+            if let Some(child) = index.children(at).next() {
+                at = child;
+                continue;
             }
-            self.evict(lead, BlockId(leaf));
+            if at == block {
+                return;
+            }
+            let parent = index.parent(at);
+            self.evict(lead, BlockId(at));
             self.counters.blocks_withdrawn += 1;
+            at = parent;
         }
     }
 
@@ -189,19 +195,19 @@ impl Cache {
                 debug_assert!(freed.is_ok(), "a block that nobody holds is cached");
             }
         }
+        let parent = index.parent(block.0);
         index.remove(block.0);
         reuse.expiry.stop(block.0);
         reuse.expiry.set_duration(block.0, u64::MAX);
         reuse.events.removed(lead, block.0);
+        let class = self.pool.store(lead).map_or(0, |store| store.class(block));
+        self.lose_child(parent, class);
     }
 
-        let parent = index.parent(block.0);
     /// Forgets every cached block that nobody holds; what sequences and pins hold stays, and stays
     /// shareable. Retained slots of contiguous groups are forgotten too.
     pub fn clear_cached(&mut self) {
         self.abandon_step();
-        let class = self.pool.store(lead).map_or(0, |store| store.class(block));
-        self.lose_child(parent, class);
         let Some(lead) = self.lead() else {
             self.forget_donors();
             return;

@@ -21,6 +21,7 @@ mod edges_failed;
 mod edges_kept;
 mod edges_reuse;
 mod edges_tight;
+mod edges_told;
 mod events;
 mod exact;
 mod exhaustive;

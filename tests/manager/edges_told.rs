@@ -1,0 +1,54 @@
+//! What the manager says of itself: handles of blocks, counters, texts, the audit; and how long one step may take.
+
+use std::time::{Duration, Instant};
+
+use kvpool::cache::{BeginOptions, Cache, Namespace};
+use kvpool::device::NullDevice;
+use kvpool::error::CacheError;
+use kvpool::units::GroupIdx;
+
+use super::driver_step::skip;
+use super::rig::{paged, tokens, up_to};
+use crate::common::Spec;
+
+fn null(spec: &Spec) -> Cache {
+    let plan = spec.plan();
+    let device = Box::new(NullDevice::open(&plan));
+    Cache::open(plan, device).expect("opens")
+}
+
+/// A prompt comes and goes.
+fn pass(cache: &mut Cache, prompt: &[u32], namespace: Namespace) {
+    let options = BeginOptions { namespace, ..up_to(prompt.len() as u32) };
+    let begun = cache.begin(prompt, options).expect("fits");
+    let left = prompt.len() as u32 - begun.cached_len;
+    skip(cache.reserve(&[(begun.sequence, left)]).expect("fits")).expect("whole");
+    cache.release(begun.sequence).expect("alive");
+}
+
+/// A long tail of blocks that must go because their first is written takes time with its length,
+/// not with its square.
+#[test]
+fn a_long_tail_goes_quickly() {
+    let blocks = 1 << 16;
+    let len = blocks * 8;
+    let spec = Spec {
+        max_seq_len: len,
+        max_batch_tokens: len,
+        max_step_tokens: Some(len),
+        max_seqs: 3,
+        ..paged(blocks.into())
+    };
+    let mut cache = null(&spec);
+    let whole = tokens(0, len);
+    let first = cache.begin(&whole[..16], up_to(16)).expect("fits");
+    skip(cache.reserve(&[(first.sequence, 16)]).expect("promised")).expect("whole");
+    pass(&mut cache, &whole, Namespace::default());
+    let _rest = cache.begin(&[], up_to(len - 16)).expect("all that is left");
+    cache.truncate(first.sequence, 12).expect("its own");
+    let began = Instant::now();
+    skip(cache.reserve(&[(first.sequence, 1)]).expect("promised")).expect("whole");
+    let took = began.elapsed();
+    assert_eq!(cache.stats().blocks_withdrawn, u64::from(blocks) - 1);
+    assert!(took < Duration::from_secs(1), "{took:?}");
+}
