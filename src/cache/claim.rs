@@ -328,6 +328,7 @@ impl Cache {
         if let Some(store) = self.pool.store_mut(lead) {
             store.unpromise(less);
             store.set_class(BlockId(block), DEFAULT_PRIORITY);
+            store.outdate(BlockId(block));
         }
     }
 

@@ -440,6 +440,13 @@ impl BlockStore {
         }
     }
 
+    /// Makes the handles of a block stale: its tokens are not kept any more.
+    pub(crate) fn outdate(&mut self, block: BlockId) {
+        if let Some(record) = self.records.get_mut(block.index()) {
+            record.generation += 1;
+        }
+    }
+
     /// Makes a cached block the youngest of its class.
     pub(crate) fn renew(&mut self, block: BlockId) {
         if self.records.get(block.index()).is_some_and(|r| r.state == BlockState::Cached) {

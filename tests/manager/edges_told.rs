@@ -26,6 +26,22 @@ fn pass(cache: &mut Cache, prompt: &[u32], namespace: Namespace) {
     cache.release(begun.sequence).expect("alive");
 }
 
+/// A block that is taken over for another's tokens is not the one that its handle named.
+#[test]
+fn a_block_that_is_taken_over_is_another() {
+    let mut cache = null(&paged(8));
+    let first = cache.begin(&tokens(0, 8), up_to(8)).expect("fits");
+    skip(cache.reserve(&[(first.sequence, 8)]).expect("promised")).expect("whole");
+    let block = cache.block_of(first.sequence, GroupIdx(0), 0).expect("held");
+    cache.release(first.sequence).expect("alive");
+    let second = cache.begin(&[0, 1, 2, 3, 4, 77], up_to(8)).expect("fits");
+    assert_eq!((second.cached_len, cache.stats().partial_takeovers), (5, 1));
+    let refused = cache.block_refs(block).expect_err("other tokens");
+    assert!(matches!(refused, CacheError::StaleBlock { .. }), "{refused}");
+    let block = cache.block_of(second.sequence, GroupIdx(0), 0).expect("held");
+    assert_eq!(cache.block_refs(block), Ok(1));
+}
+
 /// A long tail of blocks that must go because their first is written takes time with its length,
 /// not with its square.
 #[test]
