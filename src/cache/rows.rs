@@ -84,7 +84,8 @@ impl Cache {
         let layers = &self.plan.groups[group.index()];
         let at = position / layers.layout.unit_tokens;
         let entry = slot as usize * row as usize + at as usize;
-        let block = if at < row { table[entry] } else { NO_BLOCK };
+        let len = self.seqs.record(slot).len;
+        let block = if position < len { table[entry] } else { NO_BLOCK };
         let store = self.pool.store(group.index());
         match store.and_then(|store| store.get(BlockId(block))) {
             Some((_, _, generation)) => Ok(BlockHandle {
@@ -96,9 +97,9 @@ impl Cache {
             None => Err(CacheError::NotHeld {
                 layer: layers.layers[0],
                 from: position,
-                to: position + 1,
+                to: position.saturating_add(1),
                 kept_from: self.plan.keep_from(group, self.seqs.record(slot).high_water),
-                len: self.seqs.record(slot).len,
+                len,
             }),
         }
     }

@@ -26,6 +26,20 @@ fn pass(cache: &mut Cache, prompt: &[u32], namespace: Namespace) {
     cache.release(begun.sequence).expect("alive");
 }
 
+/// Only a position that the sequence has, has a block.
+#[test]
+fn a_position_behind_the_end_has_no_block() {
+    let mut cache = null(&paged(8));
+    let begun = cache.begin(&tokens(0, 9), up_to(64)).expect("fits");
+    skip(cache.reserve(&[(begun.sequence, 9)]).expect("promised")).expect("whole");
+    let group = GroupIdx(0);
+    assert!(cache.block_of(begun.sequence, group, 8).is_ok());
+    for position in [9, 15, 16, 63, 64, u32::MAX - 1, u32::MAX] {
+        let refused = cache.block_of(begun.sequence, group, position).expect_err("not held");
+        assert!(matches!(refused, CacheError::NotHeld { .. }), "{position}: {refused}");
+    }
+}
+
 /// A block that is taken over for another's tokens is not the one that its handle named.
 #[test]
 fn a_block_that_is_taken_over_is_another() {
