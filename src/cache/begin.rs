@@ -66,6 +66,11 @@ pub(super) struct Pending {
 
 impl Pending {
     pub(super) const NOTHING: Self = Self { found: Found::NOTHING, free_at: 0 };
+
+    /// Whether the sequence has taken its slot with the tokens in it.
+    pub(super) fn is_take_over(&self, slot: u32) -> bool {
+        self.found.donor.is_some_and(|donor| donor.slot == slot)
+    }
 }
 
 const _: () = assert!(size_of::<Pending>() as u64 == PENDING_BYTES);

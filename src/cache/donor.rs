@@ -59,7 +59,8 @@ impl Cache {
         for slot in 0..self.plan.seq_slots {
             let record = self.seqs.record(slot);
             let share = &reuse.seqs[slot as usize];
-            let held = if record.alive { record.len.min(record.known) } else { share.retained };
+            let kept = !record.alive || self.is_taken_over(slot);
+            let held = if kept { share.retained } else { record.len.min(record.known) };
             if held == 0 || best.is_some_and(|best| best.len >= held) {
                 continue;
             }
@@ -74,6 +75,15 @@ impl Cache {
             }
         }
         best
+    }
+
+    /// Whether a slot was taken over by a sequence of the batch that is being begun. Nothing is
+    /// written to it before the batch has begun, so it still has what the one before left.
+    fn is_taken_over(&self, slot: u32) -> bool {
+        // Once a sequence has begun, nothing is retained in its slot.
+        let retained =
+            self.reuse.as_ref().is_some_and(|reuse| reuse.seqs[slot as usize].retained > 0);
+        retained && self.pending[slot as usize].is_take_over(slot)
     }
 
     /// Whether the slot's rings still have what a sequence of `len` tokens needs.

@@ -1,12 +1,12 @@
 //! Edge cases 12, 14–18 and 28 with reuse: who gets in, and what is counted for it.
 
 use kvpool::cache::{BeginOptions, Begun, ReservationRefused};
-use kvpool::config::{Admission, Capacity};
+use kvpool::config::{Admission, CacheMode, Capacity};
 use kvpool::error::CacheError;
 use kvpool::units::GroupIdx;
 
 use super::rig::{Line, Rig, paged, tokens, up_to};
-use super::text::Ns;
+use super::text::{Ns, Text};
 use crate::common::{Rng, Spec, assert_refused};
 
 #[test]
@@ -23,6 +23,34 @@ fn edge_12_what_never_fits_is_refused_although_its_beginning_is_cached() {
         assert!(matches!(error, CacheError::NeverFits { .. }), "{error}");
         assert_eq!(rig.found(&prompt), 32, "nothing was evicted for it");
         rig.pass(&prompt[..32]);
+    }
+}
+
+/// Edge 28 in slots: what an early request takes over still gives all that the later ones matched.
+#[test]
+fn edge_28_a_slot_that_is_taken_over_is_still_copied_from() {
+    for windows in [vec![0, 0], vec![0, 12]] {
+        let spec = Spec { windows, max_seqs: 5, ..Spec::mode(CacheMode::Contiguous) };
+        let spec = Spec { max_step_tokens: Some(8), ..spec };
+        let mut rig = Rig::new(&spec);
+        let prompt = tokens(0, 17);
+        rig.pass(&prompt);
+        let early = [&prompt[..15], &[99, 98]].concat();
+        let prompts = [&early[..], &prompt[..], &prompt[..]];
+        let batch = prompts.map(|prompt| (prompt, up_to(24)));
+        let mut out = Vec::with_capacity(3);
+        rig.cache.begin_batch(&batch, &mut out).expect("slots");
+        let found: Vec<u32> = out.iter().map(|begun| begun.cached_len).collect();
+        assert_eq!(found, [15, 16, 16]);
+        let stats = rig.cache.stats();
+        assert_eq!((stats.donor_takeovers, stats.donor_copies), (1, 2));
+        for (begun, prompt) in out.iter().zip(prompts) {
+            let (seq, cached_len) = (begun.sequence, begun.cached_len);
+            let text = Text::of(Ns::default(), 0, 8, &prompt[..cached_len as usize]);
+            let mut line = Line { seq, text, cached_len };
+            rig.check(&line);
+            rig.prefill(&mut line, prompt);
+        }
     }
 }
 
@@ -214,7 +242,7 @@ fn edge_28_a_batch_claims_its_matches_first() {
         let mut lines: Vec<Line> = Vec::new();
         for (begun, prompt) in begun.iter().zip([&fresh, &cached]) {
             let text = &prompt[..begun.cached_len as usize];
-            let text = super::text::Text::of(Ns::default(), 0, 8, text);
+            let text = Text::of(Ns::default(), 0, 8, text);
             lines.push(Line { seq: begun.sequence, text, cached_len: begun.cached_len });
         }
         rig.prefill(&mut lines[0], &fresh);
