@@ -234,10 +234,12 @@ impl Cache {
         if !reuse.has_donors {
             return found;
         }
+        // Without an index there is nothing that a donor could have less than.
+        let cut = if reuse.index.is_some() { Cut::Donor } else { Cut::Nothing };
         // Each round ends it or makes it shorter.
         while found.len > 0 {
             let Some(donor) = self.find_donor(prompt, namespace, found.len) else {
-                return Found { cut: Cut::Donor, ..Found::NOTHING };
+                return Found { cut, ..Found::NOTHING };
             };
             if donor.len == found.len {
                 return Found { donor: Some(donor), ..found };
@@ -250,7 +252,7 @@ impl Cache {
                     self.fit(&self.shorten(&found, len, index), index)
                 }
             };
-            found.cut = Cut::Donor;
+            found.cut = cut;
         }
         found
     }

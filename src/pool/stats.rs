@@ -57,7 +57,7 @@ pub struct Stats {
     pub prefix_partial_tokens: u64,
     /// Matches that a windowed group made shorter.
     pub window_misses: u64,
-    /// Matches that were shorter because no slot of contiguous groups had as much.
+    /// Matches that were shorter than in the index because no slot of contiguous groups had as much.
     pub donor_misses: u64,
     /// Blocks made shareable.
     pub blocks_published: u64,

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvpool::cache::{BeginOptions, Cache, Namespace};
+use kvpool::config::CacheMode;
 use kvpool::device::NullDevice;
 use kvpool::error::CacheError;
 use kvpool::units::GroupIdx;
@@ -54,6 +55,14 @@ fn a_block_that_is_taken_over_is_another() {
     assert!(matches!(refused, CacheError::StaleBlock { .. }), "{refused}");
     let block = cache.block_of(second.sequence, GroupIdx(0), 0).expect("held");
     assert_eq!(cache.block_refs(block), Ok(1));
+}
+
+/// A prompt that nobody had before misses no donor.
+#[test]
+fn a_new_prompt_misses_no_donor() {
+    let mut cache = null(&Spec::mode(CacheMode::Contiguous));
+    cache.begin(&tokens(0, 9), up_to(32)).expect("fits");
+    assert_eq!(cache.stats().donor_misses, 0);
 }
 
 /// A long tail of blocks that must go because their first is written takes time with its length,
