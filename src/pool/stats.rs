@@ -76,7 +76,8 @@ pub struct Stats {
     pub partial_takeovers: u64,
     /// Prefixes copied between slots of contiguous groups.
     pub donor_copies: u64,
-    /// Sequences that share nothing because all numbers of namespaces were in use.
+    /// Sequences that give others nothing, because all numbers of namespaces were in use. What they
+    /// found they have.
     pub namespaces_refused: u64,
     /// Slots of contiguous groups taken over with their prefix.
     pub donor_takeovers: u64,

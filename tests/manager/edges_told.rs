@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvpool::cache::{BeginOptions, Cache, Namespace};
+use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace};
 use kvpool::config::CacheMode;
 use kvpool::device::NullDevice;
 use kvpool::error::CacheError;
@@ -63,6 +63,44 @@ fn a_new_prompt_misses_no_donor() {
     let mut cache = null(&Spec::mode(CacheMode::Contiguous));
     cache.begin(&tokens(0, 9), up_to(32)).expect("fits");
     assert_eq!(cache.stats().donor_misses, 0);
+}
+
+/// More tenants than numbers for them: who finds the public part of its prompt and gets no number
+/// for the private one is as sound as anyone.
+#[test]
+fn a_salt_without_a_number_breaks_no_invariant() {
+    let mut cache = null(&Spec {
+        max_seqs: 2,
+        max_seq_len: 1024,
+        max_batch_tokens: 1024,
+        max_step_tokens: Some(1024),
+        ..paged(80_000)
+    });
+    let tenant =
+        |number| Namespace { adapter: Some(KeyPart::number(number)), ..Namespace::default() };
+    // The oldest blocks are of one tenant, and more than one sequence evicts for a number.
+    let long = tokens(0, 801);
+    for chunk in [400, 800] {
+        pass(&mut cache, &long[..chunk], tenant(0));
+    }
+    let public = tokens(0, 8);
+    let held = cache.begin(&public, up_to(8)).expect("fits");
+    skip(cache.reserve(&[(held.sequence, 8)]).expect("fits")).expect("whole");
+    let numbers = u64::from(cache.plan().max_namespaces());
+    for number in 1..numbers - 1 {
+        pass(&mut cache, &public, tenant(number));
+    }
+    let salt = Some(KeyPart::number(7));
+    let namespace = Namespace { salt, salt_from: 8, ..Namespace::default() };
+    let options = BeginOptions { namespace, ..up_to(24) };
+    assert_eq!(cache.stats().namespaces_refused, 0);
+    let begun = cache.begin(&tokens(0, 24), options).expect("fits");
+    assert_eq!((begun.cached_len, cache.stats().namespaces_refused), (8, 1));
+    cache.check_invariants().expect("invariants");
+    skip(cache.reserve(&[(begun.sequence, 16)]).expect("fits")).expect("whole");
+    cache.check_invariants().expect("invariants");
+    cache.release(begun.sequence).expect("alive");
+    cache.check_invariants().expect("invariants");
 }
 
 /// A long tail of blocks that must go because their first is written takes time with its length,
