@@ -334,7 +334,7 @@ impl Cache {
     pub fn free_blocks(&self, group: GroupIdx) -> Result<Vec<BlockId>, CacheError> {
         match self.pool.store(group.index()) {
             Some(store) => Ok(store.free_list().collect()),
-            None => Err(self.no_such_group(group, "paged")),
+            None => Err(self.no_such_group(group, ", or is not paged")),
         }
     }
 

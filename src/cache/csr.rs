@@ -95,7 +95,7 @@ impl Cache {
                 kv_first_position: &csr.kv_first_position,
             }),
             Some(Some(_)) => Err(CacheError::CsrNotBuilt),
-            _ => Err(self.no_such_group(group, "paged")),
+            _ => Err(self.no_such_group(group, ", or is not paged")),
         }
     }
 }

@@ -56,7 +56,7 @@ impl Cache {
         let layers = self.plan.groups.get(group.index());
         match layers.filter(|layers| layers.kind == GroupKind::Paged) {
             Some(layers) => Ok((&self.tables[group.index()], layers.max_blocks_per_seq)),
-            None => Err(self.no_such_group(group, "paged")),
+            None => Err(self.no_such_group(group, ", or is not paged")),
         }
     }
 

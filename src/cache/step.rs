@@ -21,9 +21,10 @@ pub struct AttendOptions<'a> {
 /// An open step: its token slots are reserved, and nothing is part of a sequence yet.
 ///
 /// [`Step::commit`] makes it so; [`Step::cancel`], or dropping the step, gives everything back and
-/// leaves the cache as it was before [`Cache::reserve`] (the handles of blocks that the step had
-/// taken are stale). Rows of all tensors are in the order of the reservation: all tokens of the
-/// first sequence, then those of the second, and so on.
+/// leaves the cache as it was before [`Cache::reserve`], but for this: the handles of blocks that
+/// the step had taken are stale, and what was cached and had to go for it, or was taken out of the
+/// index to be written, does not come back. Rows of all tensors are in the order of the
+/// reservation: all tokens of the first sequence, then those of the second, and so on.
 #[must_use = "a step that is dropped is cancelled"]
 #[derive(Debug)]
 pub struct Step<'a> {
@@ -155,7 +156,7 @@ impl Step<'_> {
     pub fn token_slots(&self, group: GroupIdx) -> Result<&[u64], CacheError> {
         match self.cache.batch.token_slots.get(group.index()) {
             Some(slots) => Ok(slots),
-            None => Err(self.cache.no_such_group(group, "a group")),
+            None => Err(self.cache.no_such_group(group, "")),
         }
     }
 

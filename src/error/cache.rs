@@ -7,7 +7,7 @@ use crate::units::{GroupIdx, LayerIdx, counted};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheError {
     /// The handle belongs to another cache.
-    #[error("the sequence handle belongs to another cache")]
+    #[error("the handle belongs to another cache")]
     ForeignHandle,
     /// The sequence of the handle was released, or the handle was never given out.
     #[error(
@@ -148,13 +148,13 @@ pub enum CacheError {
         num_layers: u32,
     },
     /// The layer group does not exist.
-    #[error("layer group {group} does not exist, or is not {kind}; the plan has {num_groups}")]
+    #[error("layer group {group} does not exist{kind}; the plan has {num_groups}")]
     NoSuchGroup {
         /// Group.
         group: GroupIdx,
         /// Groups of the plan.
         num_groups: u32,
-        /// The kind that the call needs: `paged`, or `a group`.
+        /// What else would be refused, in words: `, or is not paged`, or nothing.
         kind: &'static str,
     },
     /// A buffer of the wrong length.

@@ -8,12 +8,13 @@ use crate::units::Bytes;
 
 /// Counters and gauges of a cache.
 ///
-/// Gauges: `seqs`, the four `_bytes` without `peak`. Everything else only grows.
+/// Gauges: `seqs`, `used_bytes`, `held_bytes`, `promised_bytes`, `cached_bytes`. Everything else only
+/// grows.
 /// `held_bytes + promised_bytes − used_bytes` is the waste: memory that no other sequence can
 /// have and that holds no token.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Stats {
-    /// Sequences alive.
+    /// Sequences alive, reservations among them.
     pub seqs: u32,
     /// Bytes of K, V and scales of tokens that some query may still see. Full blocks that several
     /// sequences share count once; a last block that several have not filled counts for each, as
@@ -81,7 +82,7 @@ pub struct Stats {
     pub namespaces_refused: u64,
     /// Slots of contiguous groups taken over with their prefix.
     pub donor_takeovers: u64,
-    /// Sequences preempted.
+    /// Sequences preempted, reservations among them.
     pub preemptions: u64,
     /// Sequences refused because all slots were taken,
     pub refused_slots: u64,

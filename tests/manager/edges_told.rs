@@ -65,6 +65,22 @@ fn a_new_prompt_misses_no_donor() {
     assert_eq!(cache.stats().donor_misses, 0);
 }
 
+/// Errors name what they are about.
+#[test]
+fn errors_name_what_they_are_about() {
+    let (mut cache, mut other) = (null(&paged(8)), null(&paged(8)));
+    let begun = cache.begin(&tokens(0, 9), up_to(64)).expect("fits");
+    skip(cache.reserve(&[(begun.sequence, 9)]).expect("promised")).expect("whole");
+    let pin = cache.pin(begun.sequence).expect("a block");
+    let foreign = other.unpin(pin).expect_err("of another cache").to_string();
+    assert!(!foreign.contains("sequence"), "{foreign}");
+    let step = cache.reserve(&[]).expect("empty");
+    let group = step.token_slots(GroupIdx(7)).expect_err("one group").to_string();
+    assert_eq!(group, "layer group 7 does not exist; the plan has 1");
+    let table = step.block_table(GroupIdx(7)).expect_err("one group").to_string();
+    assert_eq!(table, "layer group 7 does not exist, or is not paged; the plan has 1");
+}
+
 /// More tenants than numbers for them: who finds the public part of its prompt and gets no number
 /// for the private one is as sound as anyone.
 #[test]
