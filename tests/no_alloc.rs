@@ -15,7 +15,7 @@ mod emulator;
 use common::{FORMATS, MODES, Rng, Spec};
 use std::ptr::null;
 
-use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
+use kvpool::cache::{AttendOptions, BeginOptions, Cache, Namespace, SeqHandle};
 use kvpool::capi::*;
 use kvpool::config::{Admission, Capacity, KernelChoice};
 use kvpool::device::cpu::CpuDevice;
@@ -49,6 +49,7 @@ fn main() {
     counting_works();
     edge_10_a_whole_trace_allocates_nothing();
     large_steps_allocate_nothing();
+    probers_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
     the_c_interface_allocates_nothing();
     if !common::on_cuda() {
@@ -355,6 +356,20 @@ fn large_steps_allocate_nothing() {
 
 /// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs
 /// themselves.
+/// Also a reader for another thread is had without memory.
+fn probers_allocate_nothing() {
+    let spec = Spec { windows: vec![12, 0], ..Spec::default() };
+    let cache = spec.open();
+    let namespace = Namespace::default();
+    let made = allocations(|| {
+        let one = cache.prober().expect("shares prefixes");
+        let other = one.clone();
+        assert_eq!(one.probe(&[1, 2, 3], &namespace), other.probe(&[1, 2, 3], &namespace));
+    });
+    assert_eq!(made, 0, "allocations of a prober");
+    println!("probers_allocate_nothing ... ok");
+}
+
 fn bookkeeping_is_what_the_plan_says() {
     for mode in MODES {
         let spec =

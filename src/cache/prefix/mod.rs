@@ -49,7 +49,7 @@ pub(super) struct PrefixIndex {
     /// The windowed paged groups, in the order of `Shared::attached`.
     windowed: Vec<usize>,
     /// What a match needs of them. `[windowed groups]`
-    windows: Vec<Window>,
+    windows: Arc<[Window]>,
     /// For each of their blocks, the block of the lead group that it is attached to.
     /// `[windowed groups][blocks]`
     lead_of: Vec<Vec<u32>>,
@@ -93,7 +93,7 @@ impl PrefixIndex {
 
     /// A reader that works beside the writer.
     pub(super) fn prober(&self) -> Prober {
-        Prober::new(Arc::clone(&self.shared), &self.windows)
+        Prober::new(Arc::clone(&self.shared), Arc::clone(&self.windows))
     }
 
     /// Walks along a prompt as far as the index has it.

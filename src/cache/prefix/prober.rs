@@ -43,8 +43,8 @@ impl Prober {
     /// How often it looks again.
     pub const TRIES: u32 = 1000;
 
-    pub(super) fn new(shared: Arc<Shared>, windows: &[Window]) -> Self {
-        Self { shared, windows: windows.into() }
+    pub(super) fn new(shared: Arc<Shared>, windows: Arc<[Window]>) -> Self {
+        Self { shared, windows }
     }
 
     /// How much of a prompt is cached now. Changes nothing, and allocates nothing.
