@@ -157,7 +157,9 @@ const fn of_cache(error: &CacheError) -> kvpool_status_t {
         CacheError::TruncateBeyondEnd { .. }
         | CacheError::WindowGone { .. }
         | CacheError::NotHeld { .. } => KVPOOL_NOT_HELD,
-        CacheError::BadSoftmaxScale | CacheError::CsrNotBuilt => KVPOOL_BAD_ARGUMENT,
+        CacheError::BadSoftmaxScale | CacheError::CsrNotBuilt | CacheError::MixedTypes { .. } => {
+            KVPOOL_BAD_ARGUMENT
+        }
         CacheError::TooManyRefs { .. } => KVPOOL_TOO_MANY_REFS,
         CacheError::BatchUnderWay { .. } => KVPOOL_BATCH_UNDER_WAY,
         CacheError::TokenMismatch { .. } => KVPOOL_TOKEN_MISMATCH,
