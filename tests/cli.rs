@@ -353,7 +353,23 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
         assert_eq!(one["checksum"], first.expect("itself")["checksum"], "{one}");
     }
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
-    assert!(bad(&["bench", "sideways"], 2).contains("<decode|append|prefill|manager>"));
+    assert!(bad(&["bench", "sideways"], 2).contains("<decode|append|prefill|manager|capi>"));
+}
+
+#[test]
+fn bench_capi_compares_both_ways() {
+    let out = good(&["bench", "capi", "--quick", "--json"]);
+    let document: Value = serde_json::from_str(&out).expect("one JSON document");
+    let results = document["results"].as_array().expect("results");
+    let names: Vec<_> = results.iter().map(|one| one["name"].as_str().expect("a name")).collect();
+    assert_eq!(names, ["reserve_256", "commit_256", "step_256"]);
+    for one in results {
+        for key in ["rust_ns", "c_ns", "ratio"] {
+            assert!(one[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {one}");
+        }
+    }
+    let error = bad(&["bench", "capi", "--filter", "release"], 2);
+    assert!(error.contains("reserve_256, commit_256, step_256"), "{error}");
 }
 
 #[test]
