@@ -283,7 +283,9 @@ typedef struct kvpool_plan_info {
     uint32_t seq_slots;        /* places for sequences */
     uint32_t full_length_seqs; /* sequences of max_seq_len that are certain to run to their end at once */
     uint32_t max_pins;
-    uint32_t prefix_reuse;    /* 1 where sequences share prefixes */
+    uint32_t prefix_reuse; /* 1 where sequences share prefixes */
+    uint32_t rope;         /* 1 where K is rotated by its position when it is appended ([rope]) */
+    uint32_t reserved;
     uint64_t pool_bytes;      /* the one allocation for K, V and scales */
     uint64_t padding_bytes;   /* of these, bytes that hold nothing */
     uint64_t host_bytes;      /* tables and lists in host memory */
@@ -691,7 +693,8 @@ typedef struct kvpool_tensor {
 } kvpool_tensor_t;
 
 /* Stores K and V of the step's tokens in a layer, [num_tokens, num_kv_heads, head_dim] each, of the same type
- * and in the same memory. Once for each layer. */
+ * and in the same memory. Once for each layer. With [rope] in the config K is rotated by its position on the
+ * way; queries are not: rotate them by `positions` before kvpool_step_attend. */
 kvpool_status_t kvpool_step_append(kvpool_cache_t cache, kvpool_step_t step, uint32_t layer,
                                    const kvpool_tensor_t *k, const kvpool_tensor_t *v) KVPOOL_NOEXCEPT;
 

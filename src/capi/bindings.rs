@@ -171,6 +171,8 @@ pub struct kvpool_plan_info {
     pub full_length_seqs: u32,
     pub max_pins: u32,
     pub prefix_reuse: u32,
+    pub rope: u32,
+    pub reserved: u32,
     pub pool_bytes: u64,
     pub padding_bytes: u64,
     pub host_bytes: u64,

@@ -220,6 +220,8 @@ pub(super) fn info_of(plan: &Plan, config: &Config) -> Result<kvpool_plan_info_t
         full_length_seqs: plan.full_length_seqs,
         max_pins: plan.max_pins(),
         prefix_reuse: plan.reuse.is_on().into(),
+        rope: plan.rope.is_some().into(),
+        reserved: 0,
         pool_bytes: plan.pool_bytes.get(),
         padding_bytes: plan.padding_bytes.get(),
         host_bytes: plan.host_bytes.get(),
