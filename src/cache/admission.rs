@@ -81,7 +81,7 @@ impl Cache {
 
     /// Keeps a place for a sequence, if `begin` would succeed now: nobody can take it before
     /// [`Cache::begin_reserved`]. Under static-batch it is a place in the batch that is being made
-    /// up, which it keeps when that runs. Under max-utilization it is the first to go when
+    /// up, which it keeps when that runs, and in the next one when that has ended. Under max-utilization it is the first to go when
     /// [`Cache::preempt_youngest`] is called.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl Cache {
         options: &BeginOptions,
     ) -> Result<Reservation, CacheError> {
         let (begun, hit) = self.begin_uncounted(prompt, options)?;
-        self.seqs.record_mut(begun.sequence.slot).reserved = true;
+        self.seqs.set_reserved(begun.sequence.slot, true);
         Ok(Reservation { begun, hit })
     }
 
@@ -107,10 +107,9 @@ impl Cache {
     ) -> Result<Begun, ReservationRefused> {
         let (slot, Reservation { begun, hit }) = self.check_reservation(reservation)?;
         self.begun += 1;
-        let record = self.seqs.record_mut(slot);
-        record.reserved = false;
+        self.seqs.set_reserved(slot, false);
         // It is as old as its beginning, not as its reservation.
-        record.begun = self.begun;
+        self.seqs.record_mut(slot).begun = self.begun;
         self.note_begun(&hit);
         Ok(begun)
     }
@@ -143,10 +142,8 @@ impl Cache {
 
     /// How many places are kept.
     #[must_use]
-    pub fn reservations(&self) -> u32 {
-        let reserved = self.seqs.records.iter().filter(|record| record.reserved).count();
-        // At most `seq_slots`, a u32.
-        u32::try_from(reserved).unwrap_or(u32::MAX)
+    pub const fn reservations(&self) -> u32 {
+        self.seqs.reserved()
     }
 
     fn cancel_reserved(&mut self, slot: u32) {

@@ -55,6 +55,10 @@ impl Cache {
             let seen = std::mem::replace(&mut free[slot as usize], true);
             require(!seen, || format!("slot {slot} is free twice"))?;
         }
+        let reserved = self.live_slots().filter(|slot| self.seqs.record(*slot).reserved).count();
+        require(reserved == self.seqs.reserved() as usize, || {
+            format!("{reserved} slots are reserved, {} counted", self.seqs.reserved())
+        })?;
         for slot in 0..self.plan.seq_slots {
             let record = self.seqs.record(slot);
             require(record.alive != free[slot as usize], || {

@@ -299,7 +299,8 @@ impl Cache {
             }
         }
         self.seqs.give_back(slot);
-        if self.seqs.alive() == 0 {
+        if self.seqs.alive() == self.seqs.reserved() {
+            // The batch has ended. Places that are kept are of the next one.
             self.batch_closed = false;
         }
     }

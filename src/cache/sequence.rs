@@ -104,6 +104,8 @@ pub(super) struct SeqTable {
     num_groups: usize,
     /// Slots by the engine's keys.
     keys: ProbeTable,
+    /// Slots that are only reserved so far.
+    reserved: u32,
     cache_id: u32,
 }
 
@@ -116,6 +118,7 @@ impl SeqTable {
             states: vec![GroupState::default(); slots * num_groups],
             num_groups,
             keys: ProbeTable::new(u64::from(seq_slots)),
+            reserved: 0,
             cache_id,
         }
     }
@@ -142,6 +145,17 @@ impl SeqTable {
     pub(super) fn alive(&self) -> u32 {
         // Both are at most `seq_slots`, a u32.
         u32::try_from(self.records.len() - self.free.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Of those alive, how many are only reserved so far.
+    pub(super) const fn reserved(&self) -> u32 {
+        self.reserved
+    }
+
+    /// Notes that a live slot is only reserved, or no more.
+    pub(super) fn set_reserved(&mut self, slot: u32, reserved: bool) {
+        let was = std::mem::replace(&mut self.record_mut(slot).reserved, reserved);
+        self.reserved = self.reserved + u32::from(reserved) - u32::from(was);
     }
 
     pub(super) fn has_key(&self, key: u64) -> bool {
@@ -193,6 +207,7 @@ impl SeqTable {
         if let Some(key) = self.record(slot).key {
             self.keys.remove(key_tag(key), slot);
         }
+        self.set_reserved(slot, false);
         let record = self.record_mut(slot);
         let (generation, written) = (record.generation, record.written);
         *record = SeqRecord { generation, written, ..SeqRecord::default() };

@@ -54,6 +54,27 @@ fn edge_28_a_slot_that_is_taken_over_is_still_copied_from() {
     }
 }
 
+/// A place that is kept does not keep others out of the next batch.
+#[test]
+fn a_reservation_alone_is_no_static_batch() {
+    let mut rig = Rig::new(&Spec { admission: Admission::StaticBatch, ..paged(16) });
+    let mut line = rig.begin(&tokens(0, 8), Ns::default(), up_to(16)).expect("fits");
+    let kept = rig.cache.can_admit(&tokens(50, 58), &up_to(16)).expect("fits");
+    rig.prefill(&mut line, &tokens(0, 8));
+    let late = rig.cache.begin(&tokens(100, 108), up_to(16));
+    assert_eq!(late, Err(CacheError::BatchUnderWay { live: 2 }));
+    rig.release(&line);
+    let next = rig.begin(&tokens(100, 108), Ns::default(), up_to(16));
+    let mut next = next.expect("the batch is being made up");
+    let begun = rig.cache.begin_reserved(kept).expect("kept");
+    rig.prefill(&mut next, &tokens(100, 108));
+    rig.release(&next);
+    let late = rig.cache.begin(&tokens(100, 108), up_to(16));
+    assert_eq!(late, Err(CacheError::BatchUnderWay { live: 1 }));
+    rig.cache.release(begun.sequence).expect("alive");
+    rig.begin(&[], Ns::default(), up_to(16)).expect("the batch has ended");
+}
+
 /// Sharing counts once: two sequences of four blocks with two in common take six.
 #[test]
 fn edge_14_shared_blocks_are_promised_once_and_both_finish() {
