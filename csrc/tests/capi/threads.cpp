@@ -1,0 +1,228 @@
+// Edge case 59: threads on one cache. What kvpool.h allows works, and what it does not allow gives a status.
+//
+//     threads [STEPS]     how many steps the writer makes beside the others
+#include <kvpool.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "check.h"
+
+namespace {
+
+using kvpool::Status;
+
+std::vector<uint32_t> prompt(uint32_t from, uint32_t n) {
+    std::vector<uint32_t> tokens(n);
+    for (uint32_t i = 0; i < n; ++i) tokens[i] = from + i;
+    return tokens;
+}
+
+kvpool::Cache open(std::initializer_list<std::string_view> overrides = {}) {
+    const auto config = kvpool::Config::parse(CHECK_CONFIG, "check.toml", overrides).value();
+    return kvpool::Cache::open(kvpool::Plan::create(config).value()).value();
+}
+
+// Opened by one thread, waited for by others.
+class Gate {
+public:
+    void open() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            open_ = true;
+        }
+        opened_.notify_all();
+    }
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        opened_.wait(lock, [this] { return open_; });
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable opened_;
+    bool open_ = false;
+};
+
+// A verb that is certainly under way, because its callback waits: verbs of others are refused at once, what
+// any thread may call goes through, and readers come after it.
+void while_a_verb_is_under_way() {
+    auto cache = open();
+    auto sequence = cache.begin(prompt(1, 9)).value().sequence;
+    check_step(cache.c(), sequence.c(), prompt(1, 8).data(), 8);
+    Gate inside, leave;
+    std::atomic<bool> left{false};
+    std::thread verb([&] {
+        bool first = true;
+        const auto polled = cache.poll_events([&](const kvpool::Event&) {
+            if (!first) return;
+            first = false;
+            // Its own verbs and readers are refused: they would wait for themselves.
+            CHECK(cache.clear_cached().status() == Status::busy);
+            CHECK(cache.stats().status() == Status::busy);
+            CHECK(cache.plan_info().ok());
+            inside.open();
+            leave.wait();
+            left = true;
+        });
+        CHECK(polled.ok() && !first);
+    });
+    inside.wait();
+    CHECK(cache.begin(prompt(1, 3)).status() == Status::busy);
+    CHECK(cache.reserve({{sequence, 1}}).status() == Status::busy);
+    CHECK(sequence.release().status() == Status::busy && sequence);
+    CHECK(sequence.fork().status() == Status::busy && sequence.truncate(1).status() == Status::busy);
+    CHECK(cache.reset().status() == Status::busy && cache.set_epoch(3).status() == Status::busy);
+    CHECK(cache.set_time_ms(3).status() == Status::busy && cache.synchronize().status() == Status::busy);
+    CHECK(cache.poll_events([](const kvpool::Event&) {}).status() == Status::busy);
+    CHECK(cache.close().status() == Status::busy && cache);
+    CHECK(cache.plan_info().ok() && cache.layer(0).ok() && cache.group(0).ok() && cache.device().ok());
+    CHECK(cache.pool().ok() && cache.text().ok());
+    std::thread reader([&] {
+        // Waits for the verb.
+        CHECK(cache.stats()->seqs == 1 && left);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    leave.open();
+    verb.join();
+    reader.join();
+    CHECK(sequence.release().ok() && cache.close().ok());
+}
+
+// A probe needs no waiting where nothing is contiguous.
+void probes_do_not_wait() {
+    auto cache = open({"cache.mode=paged", "cache.hybrid=", "model.attention_window=", "model.sink_tokens=0",
+                       "limits.max_rewind_tokens=0"});
+    {
+        auto sequence = cache.begin(prompt(1, 9)).value().sequence;
+        check_step(cache.c(), sequence.c(), prompt(1, 8).data(), 8);
+    }
+    Gate inside, leave;
+    std::thread verb([&] {
+        const auto polled = cache.poll_events([&](const kvpool::Event&) {
+            inside.open();
+            leave.wait();
+        });
+        CHECK(polled.ok());
+    });
+    inside.wait();
+    CHECK(cache.probe(prompt(1, 9))->full_blocks == 1);
+    leave.open();
+    verb.join();
+}
+
+// Readers and probers beside a writer, and another that would write too.
+void a_crowd(long steps) {
+    auto cache = open();
+    std::atomic<bool> over{false};
+    std::atomic<uint64_t> reads{0}, refused{0}, joined{0};
+    const auto reader = [&] {
+        uint64_t committed = 0;
+        while (!over) {
+            const auto stats = cache.stats().value();
+            // Counters only grow, whoever looks.
+            CHECK(stats.steps_committed >= committed && stats.seqs <= 4);
+            committed = stats.steps_committed;
+            CHECK(cache.check().ok() && cache.digest().ok() && cache.evictions().ok());
+            CHECK(cache.group_stats(1).ok() && cache.check_admission(prompt(1, 5)).status() != Status::busy);
+            CHECK(cache.probe(prompt(1, 20)).ok() && cache.layer(1).ok());
+            ++reads;
+        }
+    };
+    std::thread readers[2] = {std::thread(reader), std::thread(reader)};
+    std::thread intruder([&] {
+        while (!over) {
+            auto begun = cache.begin(prompt(7, 4));
+            if (!begun) {
+                CHECK(begun.status() == Status::busy || begun.status() == Status::step_open);
+                // The message is this thread's own.
+                CHECK(kvpool::Error::last().status() == begun.status());
+                ++refused;
+                continue;
+            }
+            ++joined;
+            for (;;) {
+                const auto released = begun->sequence.release();
+                if (released) break;
+                CHECK(released.status() == Status::busy || released.status() == Status::step_open);
+            }
+        }
+    });
+    const auto retried = [](auto verb) {
+        for (;;) {
+            auto result = verb();
+            if (result || result.status() != Status::busy) return result;
+        }
+    };
+    for (long i = 0; i < steps; ++i) {
+        auto begun = retried([&] { return cache.begin(prompt(static_cast<uint32_t>(i % 5), 8)); }).value();
+        const uint32_t n = 8 - begun.cached_len;
+        auto step = retried([&] {
+                        return cache.reserve({{begun.sequence, n}},
+                                             prompt(static_cast<uint32_t>(i % 5) + begun.cached_len, n));
+                    }).value();
+        std::vector<float> kv(n * KV_HEADS * HEAD_DIM, 1.0f);
+        for (uint32_t layer = 0; layer < LAYERS; ++layer) {
+            retried([&] { return step.append(layer, kv, kv); }).value();
+        }
+        retried([&] { return step.commit(); }).value();
+        retried([&] { return begun.sequence.release(); }).value();
+    }
+    over = true;
+    intruder.join();
+    for (std::thread& thread : readers) thread.join();
+    std::printf("%ld steps beside %llu rounds of readers, %llu calls refused, %llu let in\n", steps,
+                static_cast<unsigned long long>(reads.load()), static_cast<unsigned long long>(refused.load()),
+                static_cast<unsigned long long>(joined.load()));
+    CHECK(cache.stats()->steps_committed == static_cast<uint64_t>(steps));
+    check_empty(cache.c());
+}
+
+// Caches of different threads have nothing to do with each other, and a cache may move to another thread.
+void each_its_own() {
+    uint64_t digests[4] = {};
+    std::vector<std::thread> threads;
+    for (uint64_t& digest : digests) {
+        threads.emplace_back([&digest] {
+            for (int round = 0; round < 20; ++round) {
+                auto cache = open();
+                auto sequence = cache.begin(prompt(1, 9)).value().sequence;
+                std::thread other([&] { check_step(cache.c(), sequence.c(), prompt(1, 8).data(), 8); });
+                other.join();
+                digest = cache.digest().value();
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const uint64_t digest : digests) CHECK(digest == digests[0]);
+}
+
+// Two threads close the same cache: one does, the other is told.
+void closed_twice() {
+    for (int round = 0; round < 50; ++round) {
+        const kvpool_cache_t cache = open().detach();
+        std::atomic<int> closed{0};
+        const auto close = [&] {
+            const kvpool_status_t status = kvpool_cache_close(cache);
+            CHECK(status == KVPOOL_OK || status == KVPOOL_STALE_HANDLE || status == KVPOOL_BUSY);
+            closed += status == KVPOOL_OK ? 1 : 0;
+        };
+        std::thread a(close), b(close);
+        a.join();
+        b.join();
+        CHECK(closed == 1);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    while_a_verb_is_under_way();
+    probes_do_not_wait();
+    a_crowd(argc > 1 ? std::atol(argv[1]) : 2000);
+    each_its_own();
+    closed_twice();
+    std::printf("ok\n");
+}
