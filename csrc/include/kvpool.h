@@ -37,10 +37,10 @@
  * gives KVPOOL_BAD_SIZE.
  *
  * Threads. "Any" below: may be called by any thread at any time, beside every other function. "Reader": the
- * same, but it waits while a verb of the same cache is under way. "Verb": one at a time for each cache; a
- * second thread gets KVPOOL_BUSY, at once and without any effect, and so does a callback that calls back.
- * Different caches never wait for each other. A cache is not tied to the thread that opened it. After fork(2)
- * the child must not use a cache: its worker threads are not there.
+ * same, but it waits while a verb of the same cache is under way (a callback of that verb gets KVPOOL_BUSY).
+ * "Verb": one at a time for each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and
+ * so does a callback that calls back. Different caches never wait for each other. A cache is not tied to the
+ * thread that opened it. After fork(2) the child must not use a cache: its worker threads are not there.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
@@ -166,7 +166,7 @@ typedef struct kvpool_error {
     char message[1024];     /* one sentence: what, where, and what to do. Cut to fit */
 } kvpool_error_t;
 
-/* Copies the calling thread's last failure; calls that succeed leave it as it is. Any */
+/* Copies the calling thread's last failure, which calls that succeed leave as it is, as this one does. Any */
 kvpool_status_t kvpool_last_error(kvpool_error_t *out, size_t out_size) KVPOOL_NOEXCEPT;
 
 /* For an output struct and its size. */
@@ -728,7 +728,9 @@ kvpool_status_t kvpool_step_attend(kvpool_cache_t cache, kvpool_step_t step, uin
 
 /* CUDA: uploads what the kernels read of the step, so that appends and attentions with tensors in device
  * memory are nothing but kernels in the stream, which a graph can capture once. For a later step: prepare it,
- * launch the graph in place of those calls, and mark every layer as appended. */
+ * launch the graph in place of those calls, and mark every layer as appended. On the CPU:
+ * KVPOOL_WRONG_MEMORY.
+ */
 kvpool_status_t kvpool_step_prepare(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
 
 /* Which forms of a paged group's blocks are wanted in device memory; whole rows are many more bytes. */
@@ -796,7 +798,7 @@ kvpool_status_t kvpool_cache_set_time_ms(kvpool_cache_t cache, uint64_t now_ms) 
 /* Sequences begin in another epoch: nothing that was cached before is found any more, because the weights or
  * an adapter changed. KVPOOL_RESERVATIONS_HELD. */
 kvpool_status_t kvpool_cache_set_epoch(kvpool_cache_t cache, uint64_t epoch) KVPOOL_NOEXCEPT;
-/* Evicts every block that nobody holds. */
+/* Evicts every block that nobody holds. These do not count as evictions, which are for want of room. */
 kvpool_status_t kvpool_cache_clear_cached(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
 
 /* ---------------------------------------------------------------- Events */
@@ -833,7 +835,7 @@ kvpool_status_t kvpool_cache_poll_events(kvpool_cache_t cache, kvpool_event_fn e
 kvpool_status_t kvpool_cache_resync_events(kvpool_cache_t cache, kvpool_event_fn each, void *context,
                                            uint64_t *delivered) KVPOOL_NOEXCEPT;
 /* The numbers under which a namespace's first block and its first salted block stand in events; 0 = nothing
- * of it is cached. */
+ * of it is cached. `name_space` may be NULL: absent in every part. */
 kvpool_status_t kvpool_cache_namespace_numbers(kvpool_cache_t cache, const kvpool_namespace_t *name_space,
                                                uint32_t out[2]) KVPOOL_NOEXCEPT;
 
@@ -843,7 +845,7 @@ kvpool_status_t kvpool_cache_namespace_numbers(kvpool_cache_t cache, const kvpoo
  * promised_bytes - used_bytes is the waste. */
 typedef struct kvpool_stats {
     size_t size;
-    uint64_t seqs;
+    uint64_t seqs;           /* alive, places that are kept for reservations included */
     uint64_t used_bytes;     /* of tokens that some query may still see */
     uint64_t held_bytes;     /* of blocks and slots that sequences hold */
     uint64_t promised_bytes; /* of blocks that admission promised and that are not taken yet */
