@@ -10,6 +10,7 @@
 #![allow(clippy::print_stdout, reason = "a skipped part is printed, and measured errors are")]
 
 mod build_script;
+mod capi;
 mod cli;
 mod common;
 mod config;

@@ -45,7 +45,8 @@ int main(void) {
     must(kvpool_step_append(cache, step, 0, &k_tensor, &v_tensor));
     must(kvpool_step_attend(cache, step, 0, &q_tensor, &out_tensor, NULL));
     must(kvpool_step_commit(cache, step));
-    printf("kvpool %s: the attention of the third token begins with %.3f\n", kvpool_version(), out[2 * 4 * 64]);
+    printf("kvpool %s: the attention of the third token begins with %.3f\n", kvpool_version(),
+           out[2 * 4 * 64]);
 
     must(kvpool_cache_release(cache, begun.sequence));
     must(kvpool_cache_check(cache));

@@ -1,4 +1,5 @@
-/* What the test programs of the C interface share. A program that gets through prints "ok" and exits with 0. */
+/* What the test programs of the C interface share. A program that gets through prints "ok" and exits with 0.
+ */
 #ifndef KVPOOL_TESTS_CHECK_H
 #define KVPOOL_TESTS_CHECK_H
 
@@ -7,20 +8,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(condition)                                                                                     \
-    do {                                                                                                     \
-        if (!(condition)) {                                                                                  \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);                          \
-            exit(1);                                                                                         \
-        }                                                                                                    \
+#define CHECK(condition)                                                            \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
+            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1);                                                                \
+        }                                                                           \
     } while (0)
 
 /* Ends the program unless a call gives this status. */
 #define EXPECT(status, call) expect_status(status, call, #call, __FILE__, __LINE__)
 #define OK(call) EXPECT(KVPOOL_OK, call)
 
-static inline void expect_status(kvpool_status_t wanted, kvpool_status_t got, const char *call,
-                                 const char *file, int line) {
+static inline void expect_status(kvpool_status_t wanted, kvpool_status_t got, const char* call,
+                                 const char* file, int line) {
     if (got != wanted) {
         kvpool_error_t error;
         memset(&error, 0, sizeof(error));
@@ -48,29 +49,30 @@ static inline void expect_status(kvpool_status_t wanted, kvpool_status_t got, co
 #define Q_HEADS 4
 #define KV_HEADS 2
 #define HEAD_DIM 16
-static const char CHECK_CONFIG[] = "[model]\n"
-                                   "num_layers = 2\n"
-                                   "num_q_heads = 4\n"
-                                   "num_kv_heads = 2\n"
-                                   "head_dim = 16\n"
-                                   "attention_window = [16, 0]\n"
-                                   "sink_tokens = 2\n"
-                                   "[limits]\n"
-                                   "max_seqs = 4\n"
-                                   "max_seq_len = 64\n"
-                                   "max_batch_tokens = 32\n"
-                                   "max_step_tokens = 8\n"
-                                   "max_rewind_tokens = 4\n"
-                                   "[cache]\n"
-                                   "mode = 'hybrid'\n"
-                                   "tokens_per_block = 8\n"
-                                   "format = 'f32'\n"
-                                   "event_buffer = 64\n"
-                                   "hybrid.contiguous_layers = 'windowed'\n"
-                                   "[device]\n"
-                                   "threads = 1\n";
+static const char CHECK_CONFIG[] =
+    "[model]\n"
+    "num_layers = 2\n"
+    "num_q_heads = 4\n"
+    "num_kv_heads = 2\n"
+    "head_dim = 16\n"
+    "attention_window = [16, 0]\n"
+    "sink_tokens = 2\n"
+    "[limits]\n"
+    "max_seqs = 4\n"
+    "max_seq_len = 64\n"
+    "max_batch_tokens = 32\n"
+    "max_step_tokens = 8\n"
+    "max_rewind_tokens = 4\n"
+    "[cache]\n"
+    "mode = 'hybrid'\n"
+    "tokens_per_block = 8\n"
+    "format = 'f32'\n"
+    "event_buffer = 64\n"
+    "hybrid.contiguous_layers = 'windowed'\n"
+    "[device]\n"
+    "threads = 1\n";
 
-static inline kvpool_plan_t check_plan(const char *const *overrides, size_t num_overrides) {
+static inline kvpool_plan_t check_plan(const char* const* overrides, size_t num_overrides) {
     kvpool_config_t config;
     kvpool_plan_t plan;
     OK(kvpool_config_parse(CHECK_CONFIG, sizeof(CHECK_CONFIG) - 1, "check.toml", overrides, num_overrides,
@@ -80,7 +82,7 @@ static inline kvpool_plan_t check_plan(const char *const *overrides, size_t num_
     return plan;
 }
 
-static inline kvpool_cache_t check_open(const char *const *overrides, size_t num_overrides) {
+static inline kvpool_cache_t check_open(const char* const* overrides, size_t num_overrides) {
     kvpool_cache_t cache;
     const kvpool_plan_t plan = check_plan(overrides, num_overrides);
     OK(kvpool_cache_open(plan, &cache));
@@ -89,11 +91,12 @@ static inline kvpool_cache_t check_open(const char *const *overrides, size_t num
 }
 
 /* All in blocks: for tests that count blocks. */
-static const char *const PAGED[] = {"cache.mode=paged", "cache.hybrid=", "model.attention_window=",
-                                    "model.sink_tokens=0", "limits.max_rewind_tokens=0"};
+static const char* const PAGED[] = {"cache.mode=paged",
+                                    "cache.hybrid=", "model.attention_window=", "model.sink_tokens=0",
+                                    "limits.max_rewind_tokens=0"};
 #define NUM_PAGED (sizeof(PAGED) / sizeof(PAGED[0]))
 
-static inline kvpool_tensor_t check_tensor(float *data, uint64_t len) {
+static inline kvpool_tensor_t check_tensor(float* data, uint64_t len) {
     kvpool_tensor_t tensor;
     tensor.data = data;
     tensor.len = len;
@@ -107,11 +110,12 @@ static inline void check_append_all(kvpool_cache_t cache, kvpool_step_t step, ui
     float kv[32 * KV_HEADS * HEAD_DIM];
     for (size_t i = 0; i < sizeof(kv) / sizeof(kv[0]); ++i) kv[i] = value;
     const kvpool_tensor_t tensor = check_tensor(kv, (uint64_t)rows * KV_HEADS * HEAD_DIM);
-    for (uint32_t layer = 0; layer < LAYERS; ++layer) OK(kvpool_step_append(cache, step, layer, &tensor, &tensor));
+    for (uint32_t layer = 0; layer < LAYERS; ++layer)
+        OK(kvpool_step_append(cache, step, layer, &tensor, &tensor));
 }
 
 /* A step of one sequence, at most 8 tokens, from beginning to end; `tokens` may be NULL. */
-static inline void check_step(kvpool_cache_t cache, kvpool_seq_t sequence, const uint32_t *tokens,
+static inline void check_step(kvpool_cache_t cache, kvpool_seq_t sequence, const uint32_t* tokens,
                               uint32_t num_tokens) {
     kvpool_step_item_t item;
     kvpool_step_t step;
@@ -123,7 +127,7 @@ static inline void check_step(kvpool_cache_t cache, kvpool_seq_t sequence, const
     OK(kvpool_step_commit(cache, step));
 }
 
-static inline kvpool_seq_t check_begin(kvpool_cache_t cache, const uint32_t *prompt, size_t len) {
+static inline kvpool_seq_t check_begin(kvpool_cache_t cache, const uint32_t* prompt, size_t len) {
     kvpool_begun_t begun;
     OK(kvpool_cache_begin(cache, prompt, len, NULL, KVPOOL_OUT(begun)));
     return begun.sequence;

@@ -14,7 +14,8 @@ static void versions_and_errors(void) {
     CHECK(abi_of_second_unit() == KVPOOL_ABI_VERSION);
     CHECK(strcmp(kvpool_version(), KVPOOL_VERSION) == 0);
     char text[32];
-    snprintf(text, sizeof(text), "%d.%d.%d", KVPOOL_VERSION_MAJOR, KVPOOL_VERSION_MINOR, KVPOOL_VERSION_PATCH);
+    snprintf(text, sizeof(text), "%d.%d.%d", KVPOOL_VERSION_MAJOR, KVPOOL_VERSION_MINOR,
+             KVPOOL_VERSION_PATCH);
     CHECK(strcmp(text, KVPOOL_VERSION) == 0);
     CHECK(strcmp(kvpool_status_name(KVPOOL_NOT_ADMITTED), "KVPOOL_NOT_ADMITTED") == 0);
     CHECK(strcmp(kvpool_status_name(12345), "unknown status") == 0);
@@ -25,7 +26,7 @@ static void versions_and_errors(void) {
 }
 
 static void config_and_plan(void) {
-    const char *const overrides[] = {"limits.max_seqs=3"};
+    const char* const overrides[] = {"limits.max_seqs=3"};
     kvpool_config_t config;
     EXPECT(KVPOOL_CONFIG, kvpool_config_load("/no/such/file.toml", NULL, 0, &config));
     EXPECT(KVPOOL_CONFIG, kvpool_config_parse("[model]\nlayers = 1\n", 19, "bad.toml", NULL, 0, &config));
@@ -88,13 +89,13 @@ static void config_and_plan(void) {
 static void looking(kvpool_cache_t cache) {
     kvpool_plan_info_t info;
     OK(kvpool_cache_get_plan_info(cache, KVPOOL_OUT(info)));
-    void *base = NULL;
+    void* base = NULL;
     uint64_t bytes = 0;
     OK(kvpool_cache_get_pool(cache, &base, &bytes));
     CHECK(base != NULL && bytes == info.pool_bytes);
     kvpool_layer_t layer;
     OK(kvpool_cache_get_layer(cache, 0, KVPOOL_OUT(layer)));
-    CHECK(layer.format == KVPOOL_FORMAT_F32 && (char *)layer.k == (char *)base + layer.k_offset);
+    CHECK(layer.format == KVPOOL_FORMAT_F32 && (char*)layer.k == (char*)base + layer.k_offset);
     kvpool_group_info_t group;
     OK(kvpool_cache_get_group(cache, layer.group, KVPOOL_OUT(group)));
     CHECK(group.addressing == KVPOOL_RING && group.ring_tokens >= 16);
@@ -117,7 +118,7 @@ static void looking(kvpool_cache_t cache) {
 /* As dlpack.h has it. */
 struct DLManagedTensor {
     struct {
-        void *data;
+        void* data;
         struct {
             int32_t device_type, device_id;
         } device;
@@ -129,16 +130,16 @@ struct DLManagedTensor {
         int64_t *shape, *strides;
         uint64_t byte_offset;
     } dl_tensor;
-    void *manager_ctx;
-    void (*deleter)(struct DLManagedTensor *);
+    void* manager_ctx;
+    void (*deleter)(struct DLManagedTensor*);
 };
 
 static void dlpack(kvpool_cache_t cache) {
-    struct DLManagedTensor *view = NULL;
+    struct DLManagedTensor* view = NULL;
     kvpool_layer_t layer;
     OK(kvpool_cache_get_layer(cache, 1, KVPOOL_OUT(layer)));
     OK(kvpool_cache_dlpack(cache, 1, KVPOOL_V, &view));
-    CHECK((char *)view->dl_tensor.data + view->dl_tensor.byte_offset == (char *)layer.v);
+    CHECK((char*)view->dl_tensor.data + view->dl_tensor.byte_offset == (char*)layer.v);
     CHECK(view->dl_tensor.ndim == 4 && view->dl_tensor.dtype.bits == 32);
     CHECK(view->dl_tensor.shape[1] == KV_HEADS && view->dl_tensor.shape[3] == HEAD_DIM);
     CHECK((uint64_t)view->dl_tensor.strides[0] * 4 == layer.unit_stride);
@@ -172,7 +173,7 @@ static void steps(kvpool_cache_t cache) {
     OK(kvpool_step_get_group(cache, step, ring.group, KVPOOL_OUT(group)));
     CHECK(group.block_table == NULL);
     OK(kvpool_step_get_group(cache, step, paged.group, KVPOOL_OUT(group)));
-    const uint32_t *row = group.block_table + view.seqs[0].slot * group.block_table_row;
+    const uint32_t* row = group.block_table + view.seqs[0].slot * group.block_table_row;
     CHECK(row[0] != KVPOOL_NO_BLOCK && group.token_slots[3] == row[0] * 8 + 3);
     kvpool_step_csr_t csr;
     OK(kvpool_step_get_csr(cache, step, paged.group, KVPOOL_OUT(csr)));
@@ -203,8 +204,8 @@ static void steps(kvpool_cache_t cache) {
             const uint64_t slot = group.token_slots[token];
             const uint64_t at = slot / ring.unit_tokens * ring.unit_stride + head * ring.head_stride +
                                 slot % ring.unit_tokens * ring.token_stride;
-            memset((char *)ring.k + at, 0, HEAD_DIM * sizeof(float));
-            memset((char *)ring.v + at, 0, HEAD_DIM * sizeof(float));
+            memset((char*)ring.k + at, 0, HEAD_DIM * sizeof(float));
+            memset((char*)ring.v + at, 0, HEAD_DIM * sizeof(float));
         }
     }
     OK(kvpool_step_mark_appended(cache, step, 0));
@@ -276,8 +277,8 @@ struct heard {
     uint64_t stored, others, tokens;
 };
 
-static void hear(void *context, const kvpool_event_t *event) {
-    struct heard *heard = context;
+static void hear(void* context, const kvpool_event_t* event) {
+    struct heard* heard = context;
     if (event->kind == KVPOOL_STORED) {
         ++heard->stored;
         heard->tokens += event->num_tokens;
@@ -295,7 +296,7 @@ static void prefixes(kvpool_cache_t cache) {
     options.num_retentions = 1;
     options.name_space.salt.kind = KVPOOL_KEY_IS_BYTES;
     options.name_space.salt.num_bytes = 6;
-    options.name_space.salt.bytes = (const uint8_t *)"tenant";
+    options.name_space.salt.bytes = (const uint8_t*)"tenant";
     options.name_space.adapter.kind = KVPOOL_KEY_IS_NUMBER;
     options.name_space.adapter.number = 3;
     CHECK(options.name_space.model.kind == KVPOOL_KEY_ABSENT && KVPOOL_KEY_BYTES >= 32);
@@ -342,11 +343,25 @@ static void prefixes(kvpool_cache_t cache) {
 
 /* Constants that no path above takes. */
 static void constants(void) {
-    const int all[] = {KVPOOL_FORMAT_F16,    KVPOOL_FORMAT_BF16, KVPOOL_FORMAT_INT8,
-                       KVPOOL_SCALE_PER_TOKEN_HEAD, KVPOOL_SCALE_PER_TENSOR, KVPOOL_SCALE_PER_GROUP,
-                       KVPOOL_MODE_CONTIGUOUS, KVPOOL_MODE_PAGED, KVPOOL_MAX_UTILIZATION, KVPOOL_STATIC_BATCH,
-                       KVPOOL_SLOT, KVPOOL_REUSE_ATTACHED, KVPOOL_K_SCALES, KVPOOL_F16, KVPOOL_BF16,
-                       KVPOOL_DEVICE_MEMORY, KVPOOL_ATTACHED, KVPOOL_REMOVED, KVPOOL_CLEARED};
+    const int all[] = {KVPOOL_FORMAT_F16,
+                       KVPOOL_FORMAT_BF16,
+                       KVPOOL_FORMAT_INT8,
+                       KVPOOL_SCALE_PER_TOKEN_HEAD,
+                       KVPOOL_SCALE_PER_TENSOR,
+                       KVPOOL_SCALE_PER_GROUP,
+                       KVPOOL_MODE_CONTIGUOUS,
+                       KVPOOL_MODE_PAGED,
+                       KVPOOL_MAX_UTILIZATION,
+                       KVPOOL_STATIC_BATCH,
+                       KVPOOL_SLOT,
+                       KVPOOL_REUSE_ATTACHED,
+                       KVPOOL_K_SCALES,
+                       KVPOOL_F16,
+                       KVPOOL_BF16,
+                       KVPOOL_DEVICE_MEMORY,
+                       KVPOOL_ATTACHED,
+                       KVPOOL_REMOVED,
+                       KVPOOL_CLEARED};
     for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); ++i) CHECK(all[i] >= 0 && all[i] < 4);
 }
 

@@ -88,7 +88,8 @@ void looking(kvpool::Cache& cache) {
     const auto pool = cache.pool().value();
     CHECK(pool.size() == info.pool_bytes && pool.data() + layer.k_offset == layer.k);
     CHECK(layer.format() == kvpool::Format::f32 && layer.scale() == kvpool::Scale::none);
-    CHECK(layer.vector_offset(1, 1) == layer.head_stride + layer.token_stride && layer.scale_offset(0, 0) == 0);
+    CHECK(layer.vector_offset(1, 1) == layer.head_stride + layer.token_stride &&
+          layer.scale_offset(0, 0) == 0);
     const kvpool::GroupInfo group = cache.group(layer.group).value();
     CHECK(group.addressing() == kvpool::Addressing::ring && group.reuse() == kvpool::Reuse::donor);
     const kvpool::DeviceInfo device = cache.device().value();
@@ -118,11 +119,13 @@ void steps(kvpool::Cache& cache) {
     CHECK(view.positions[7] == 7 && view.seq_lens[0] == 8 && view.seqs[0].rows == 8);
     const kvpool::StepGroup group = step.group(paged).value();
     const uint32_t block = group.row(view.seqs[0].slot)[0];
-    CHECK(block != kvpool::no_block && group.token_slots[3] == block * 8 + 3 && group.token_slots.size() == 8);
+    CHECK(block != kvpool::no_block && group.token_slots[3] == block * 8 + 3 &&
+          group.token_slots.size() == 8);
     const kvpool::StepCsr csr = step.csr(paged).value();
     CHECK(csr.kv_indptr[1] == 1 && csr.kv_indices.size() == 1 && csr.kv_indices[0] == block);
     CHECK(step.csr(ring).status() == Status::no_such_group);
-    CHECK(step.device(paged).status() == Status::wrong_memory && step.prepare().status() == Status::wrong_memory);
+    CHECK(step.device(paged).status() == Status::wrong_memory &&
+          step.prepare().status() == Status::wrong_memory);
 
     const std::vector<float> kv(8 * KV_HEADS * HEAD_DIM, 2.0f), q(8 * Q_HEADS * HEAD_DIM, 0.1f);
     std::vector<float> out(q.size()), lse(8 * Q_HEADS);
@@ -131,8 +134,9 @@ void steps(kvpool::Cache& cache) {
     attend.lse = lse;
     CHECK(step.attend(1, q, out, attend).ok() && out[0] > 1.999f && out[0] < 2.001f && lse[7] > lse[0]);
     const std::vector<kvpool::f16> halves(kv.size(), kvpool::f16{0x3C00});
-    CHECK(step.append(0, kvpool::tensor(halves), kvpool::TensorRef::at(halves.data(), halves.size(),
-                                                                       kvpool::Memory::host)).ok());
+    CHECK(step.append(0, kvpool::tensor(halves),
+                      kvpool::TensorRef::at(halves.data(), halves.size(), kvpool::Memory::host))
+              .ok());
     std::vector<kvpool::bf16> narrow(q.size());
     CHECK(step.attend(0, kvpool::tensor(q), kvpool::tensor_mut(narrow)).ok() &&
           narrow[0] == kvpool::bf16{0x3F80});
@@ -197,7 +201,9 @@ void admission(kvpool::Cache& cache) {
     // Ownership goes and comes.
     const kvpool::SeqId plain = cache.begin(prompt).value().sequence.detach();
     CHECK(cache.info(plain)->len == 0);
-    { const kvpool::Sequence owned = cache.own(plain); }
+    {
+        const kvpool::Sequence owned = cache.own(plain);
+    }
     CHECK(cache.info(plain).status() == Status::stale_handle);
 }
 
@@ -229,7 +235,8 @@ void preemption() {
 
 void prefixes(kvpool::Cache& cache) {
     const std::vector<uint32_t> prompt = tokens(100, 20);
-    const kvpool::Retention retentions[] = {kvpool::Retention(90).tokens(0, 16), kvpool::Retention(10).tokens(16, kvpool::to_end).for_ms(5)};
+    const kvpool::Retention retentions[] = {kvpool::Retention(90).tokens(0, 16),
+                                            kvpool::Retention(10).tokens(16, kvpool::to_end).for_ms(5)};
     CHECK(retentions[0].duration_ms == kvpool::forever);
     kvpool::BeginOptions options;
     options.retentions = retentions;

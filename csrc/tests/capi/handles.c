@@ -5,9 +5,9 @@
 /* What is asked with a handle that must be refused. */
 typedef kvpool_status_t (*call_fn)(kvpool_cache_t cache, uint64_t a, uint64_t b);
 
-#define HANDLE(type, name)                                                                                   \
-    type name;                                                                                               \
-    name.word[0] = a;                                                                                        \
+#define HANDLE(type, name) \
+    type name;             \
+    name.word[0] = a;      \
     name.word[1] = b
 
 static kvpool_status_t seq_info(kvpool_cache_t cache, uint64_t a, uint64_t b) {
@@ -153,14 +153,15 @@ static int refused_as_handle(kvpool_status_t status) {
 }
 
 /* Asks all the calls, which must be refused with `wanted`, or with any status about handles if it is 0. */
-static void refused(kvpool_cache_t cache, const call_fn *calls, size_t num_calls, uint64_t a, uint64_t b,
+static void refused(kvpool_cache_t cache, const call_fn* calls, size_t num_calls, uint64_t a, uint64_t b,
                     kvpool_status_t wanted) {
     const uint64_t before = check_digest(cache);
     for (size_t i = 0; i < num_calls; ++i) {
         const kvpool_status_t got = calls[i](cache, a, b);
         if (wanted == 0 ? !refused_as_handle(got) : got != wanted) {
-            fprintf(stderr, "call %u with %016llx %016llx gave %s, not %s\n", (unsigned)i, (unsigned long long)a,
-                    (unsigned long long)b, kvpool_status_name(got), kvpool_status_name(wanted));
+            fprintf(stderr, "call %u with %016llx %016llx gave %s, not %s\n", (unsigned)i,
+                    (unsigned long long)a, (unsigned long long)b, kvpool_status_name(got),
+                    kvpool_status_name(wanted));
             exit(1);
         }
     }
@@ -175,9 +176,10 @@ static uint64_t next_random(void) {
     return z ^ z >> 31;
 }
 
-/* Zero, noise, and the good handle with any one bit changed. With `places`, of the first word too: it is right
- * for another object, if there is one, and only by its generation that is told. */
-static void forged_of(int places, kvpool_cache_t cache, const call_fn *calls, size_t num_calls, uint64_t a, uint64_t b) {
+/* Zero, noise, and the good handle with any one bit changed. With `places`, of the first word too: it is
+ * right for another object, if there is one, and only by its generation that is told. */
+static void forged_of(int places, kvpool_cache_t cache, const call_fn* calls, size_t num_calls, uint64_t a,
+                      uint64_t b) {
     refused(cache, calls, num_calls, 0, 0, KVPOOL_BAD_HANDLE);
     refused(cache, calls, num_calls, UINT64_MAX, UINT64_MAX, KVPOOL_BAD_HANDLE);
     for (int bit = 0; bit < 64; ++bit) {
@@ -195,7 +197,7 @@ static void forged_of(int places, kvpool_cache_t cache, const call_fn *calls, si
 
 static const uint32_t PROMPT[20] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20};
 
-static void forged(kvpool_cache_t cache, const call_fn *calls, size_t num_calls, uint64_t a, uint64_t b) {
+static void forged(kvpool_cache_t cache, const call_fn* calls, size_t num_calls, uint64_t a, uint64_t b) {
     forged_of(1, cache, calls, num_calls, a, b);
 }
 
@@ -241,7 +243,8 @@ static void edge_02_handles_that_are_none(void) {
     refused(other, refs, 1, block.word[0], block.word[1], KVPOOL_FOREIGN_HANDLE);
 
     /* Caches, plans and configs themselves. */
-    const call_fn caches[] = {cache_stats, cache_close}, plans[] = {plan_destroy}, configs[] = {config_destroy};
+    const call_fn caches[] = {cache_stats, cache_close}, plans[] = {plan_destroy},
+                  configs[] = {config_destroy};
     forged_of(0, cache, caches, 2, other.word[0], other.word[1]);
     const kvpool_plan_t plan = check_plan(NULL, 0);
     forged(cache, plans, 1, plan.word[0], plan.word[1]);
@@ -319,7 +322,8 @@ static void adds_up(kvpool_cache_t cache, uint32_t active) {
     kvpool_group_info_t info;
     OK(kvpool_cache_group_stats(cache, 0, KVPOOL_OUT(stats)));
     OK(kvpool_cache_get_group(cache, 0, KVPOOL_OUT(info)));
-    CHECK(stats.blocks_free + stats.blocks_active + stats.blocks_cached + stats.blocks_promised == info.units);
+    CHECK(stats.blocks_free + stats.blocks_active + stats.blocks_cached + stats.blocks_promised ==
+          info.units);
     CHECK(stats.blocks_active == active);
     OK(kvpool_cache_check(cache));
 }
@@ -368,7 +372,8 @@ static void edge_08_ends_in_every_state(void) {
     kvpool_begun_t begun;
     options.max_len = 20;
     OK(kvpool_cache_begin(cache, PROMPT, 20, &options, KVPOOL_OUT(begun)));
-    for (uint32_t from = begun.cached_len; from < 20; ++from) check_step(cache, begun.sequence, PROMPT + from, 1);
+    for (uint32_t from = begun.cached_len; from < 20; ++from)
+        check_step(cache, begun.sequence, PROMPT + from, 1);
     item.sequence = begun.sequence;
     EXPECT(KVPOOL_TOO_LONG, kvpool_cache_reserve(cache, &item, 1, NULL, 0, &step));
     OK(kvpool_cache_release(cache, begun.sequence));

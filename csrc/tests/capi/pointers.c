@@ -1,7 +1,8 @@
-/* Edge case 57: NULL for every pointer in turn, struct sizes that are wrong, misaligned pointers, objects after
- * their end, two pools in one process, and a thousand of them one after the other.
+/* Edge case 57: NULL for every pointer in turn, struct sizes that are wrong, misaligned pointers, objects
+ * after their end, two pools in one process, and a thousand of them one after the other.
  *
- *     pointers [OPENINGS]     how many caches are opened one after the other; growth is looked at from 1000 on */
+ *     pointers [OPENINGS]     how many caches are opened one after the other; growth is looked at from 1000
+ * on */
 #include "check.h"
 
 static kvpool_cache_t cache;
@@ -24,7 +25,7 @@ static void null_without_a_cache(void) {
     NULL_POINTER(kvpool_config_load(NULL, NULL, 0, &config));
     NULL_POINTER(kvpool_config_load("x", NULL, 1, &config));
     NULL_POINTER(kvpool_config_load("x", NULL, 0, NULL));
-    const char *const overrides[] = {NULL};
+    const char* const overrides[] = {NULL};
     NULL_POINTER(kvpool_config_load("x", overrides, 1, &config));
     NULL_POINTER(kvpool_config_parse(NULL, 1, "x", NULL, 0, &config));
     NULL_POINTER(kvpool_config_parse("x", 1, NULL, NULL, 0, &config));
@@ -49,7 +50,7 @@ static void null_without_a_cache(void) {
 }
 
 static void null_looking(void) {
-    void *base;
+    void* base;
     uint64_t bytes;
     size_t needed;
     NULL_POINTER(kvpool_cache_get_plan_info(cache, NULL, sizeof(kvpool_plan_info_t)));
@@ -127,8 +128,10 @@ static void null_sequences(void) {
 
 static void null_steps(void) {
     float data[8 * Q_HEADS * HEAD_DIM] = {0}, more[8 * Q_HEADS * HEAD_DIM];
-    const kvpool_tensor_t kv = check_tensor(data, KV_HEADS * HEAD_DIM), none = check_tensor(NULL, KV_HEADS * HEAD_DIM);
-    const kvpool_tensor_t q = check_tensor(data, Q_HEADS * HEAD_DIM), out = check_tensor(more, Q_HEADS * HEAD_DIM);
+    const kvpool_tensor_t kv = check_tensor(data, KV_HEADS * HEAD_DIM),
+                          none = check_tensor(NULL, KV_HEADS * HEAD_DIM);
+    const kvpool_tensor_t q = check_tensor(data, Q_HEADS * HEAD_DIM),
+                          out = check_tensor(more, Q_HEADS * HEAD_DIM);
     const kvpool_tensor_t no_q = check_tensor(NULL, Q_HEADS * HEAD_DIM);
     NULL_POINTER(kvpool_step_get_view(cache, step, NULL, sizeof(kvpool_step_view_t)));
     NULL_POINTER(kvpool_step_get_group(cache, step, 0, NULL, sizeof(kvpool_step_group_t)));
@@ -154,10 +157,10 @@ static void null_steps(void) {
     odd.memory = KVPOOL_DEVICE_MEMORY;
     EXPECT(KVPOOL_WRONG_MEMORY, kvpool_step_attend(cache, step, 0, &odd, &out, NULL));
     odd = q;
-    odd.data = (char *)odd.data + 1;
+    odd.data = (char*)odd.data + 1;
     EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_step_attend(cache, step, 0, &odd, &out, NULL));
     odd = out;
-    void *base;
+    void* base;
     uint64_t bytes;
     OK(kvpool_cache_get_pool(cache, &base, &bytes));
     odd.data = base;
@@ -165,25 +168,25 @@ static void null_steps(void) {
 }
 
 /* A struct that comes out: of every wrong size, which must leave it alone. */
-#define BAD_SIZES(type, call)                                                                                \
-    do {                                                                                                     \
-        const size_t sizes[] = {0, 1, sizeof(type) - 1, sizeof(type) + 8, SIZE_MAX};                         \
-        unsigned char bytes[sizeof(type) + 8], untouched[sizeof(type) + 8];                                  \
-        type object;                                                                                         \
-        type *out = &object;                                                                                 \
-        memset(untouched, 0x5A, sizeof(untouched));                                                          \
-        memset(out, 0x5A, sizeof(object));                                                                   \
-        for (size_t at = 0; at < sizeof(sizes) / sizeof(sizes[0]); ++at) {                                   \
-            const size_t out_size = sizes[at];                                                               \
-            EXPECT(KVPOOL_BAD_SIZE, call);                                                                   \
-            CHECK(memcmp(out, untouched, sizeof(object)) == 0);                                              \
-        }                                                                                                    \
-        /* And misaligned. */                                                                                \
-        memset(bytes, 0x5A, sizeof(bytes));                                                                  \
-        out = (type *)(void *)((uintptr_t)bytes % 2 == 0 ? bytes + 1 : bytes);                               \
-        const size_t out_size = sizeof(type);                                                                \
-        EXPECT(KVPOOL_BAD_ARGUMENT, call);                                                                   \
-        CHECK(memcmp(bytes, untouched, sizeof(bytes)) == 0);                                                 \
+#define BAD_SIZES(type, call)                                                        \
+    do {                                                                             \
+        const size_t sizes[] = {0, 1, sizeof(type) - 1, sizeof(type) + 8, SIZE_MAX}; \
+        unsigned char bytes[sizeof(type) + 8], untouched[sizeof(type) + 8];          \
+        type object;                                                                 \
+        type* out = &object;                                                         \
+        memset(untouched, 0x5A, sizeof(untouched));                                  \
+        memset(out, 0x5A, sizeof(object));                                           \
+        for (size_t at = 0; at < sizeof(sizes) / sizeof(sizes[0]); ++at) {           \
+            const size_t out_size = sizes[at];                                       \
+            EXPECT(KVPOOL_BAD_SIZE, call);                                           \
+            CHECK(memcmp(out, untouched, sizeof(object)) == 0);                      \
+        }                                                                            \
+        /* And misaligned. */                                                        \
+        memset(bytes, 0x5A, sizeof(bytes));                                          \
+        out = (type*)(void*)((uintptr_t)bytes % 2 == 0 ? bytes + 1 : bytes);         \
+        const size_t out_size = sizeof(type);                                        \
+        EXPECT(KVPOOL_BAD_ARGUMENT, call);                                           \
+        CHECK(memcmp(bytes, untouched, sizeof(bytes)) == 0);                         \
     } while (0)
 
 static void sizes(void) {
@@ -217,7 +220,8 @@ static void sizes_of_steps(void) {
     BAD_SIZES(kvpool_step_csr_t, kvpool_step_get_csr(cache, step, 1, out, out_size));
     BAD_SIZES(kvpool_step_device_t, kvpool_step_get_device(cache, step, 1, out, out_size));
     float data[Q_HEADS * HEAD_DIM] = {0}, more[Q_HEADS * HEAD_DIM];
-    const kvpool_tensor_t q = check_tensor(data, Q_HEADS * HEAD_DIM), out = check_tensor(more, Q_HEADS * HEAD_DIM);
+    const kvpool_tensor_t q = check_tensor(data, Q_HEADS * HEAD_DIM),
+                          out = check_tensor(more, Q_HEADS * HEAD_DIM);
     kvpool_attend_options_t options = KVPOOL_ATTEND_OPTIONS_INIT;
     options.size = 0;
     EXPECT(KVPOOL_BAD_SIZE, kvpool_step_attend(cache, step, 0, &q, &out, &options));
@@ -305,7 +309,7 @@ static void edge_57_two_pools(void) {
 
 static long resident_pages(void) {
     long size = 0, resident = 0;
-    FILE *file = fopen("/proc/self/statm", "r");
+    FILE* file = fopen("/proc/self/statm", "r");
     if (file == NULL) return 0;
     if (fscanf(file, "%ld %ld", &size, &resident) != 2) resident = 0;
     fclose(file);
@@ -330,7 +334,7 @@ static void edge_57_a_thousand_times(long openings) {
     CHECK(grown < 128);
 }
 
-int main(int argc, char **argv) {
+int main(int argc, char** argv) {
     edge_57_pointers_and_sizes();
     edge_57_after_the_end();
     edge_57_two_pools();

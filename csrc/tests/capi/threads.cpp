@@ -174,7 +174,8 @@ void a_crowd(long steps) {
     intruder.join();
     for (std::thread& thread : readers) thread.join();
     std::printf("%ld steps beside %llu rounds of readers, %llu calls refused, %llu let in\n", steps,
-                static_cast<unsigned long long>(reads.load()), static_cast<unsigned long long>(refused.load()),
+                static_cast<unsigned long long>(reads.load()),
+                static_cast<unsigned long long>(refused.load()),
                 static_cast<unsigned long long>(joined.load()));
     CHECK(cache.stats()->steps_committed == static_cast<uint64_t>(steps));
     check_empty(cache.c());
