@@ -148,6 +148,12 @@ impl Spec {
         self.try_plan().unwrap_or_else(|error| panic!("{self:?}: {error}"))
     }
 
+    /// With blocks of fewer tokens than any kernel is made for: for the manager alone.
+    pub(crate) fn small_plan(&self) -> Plan {
+        let plan = Plan::with_small_blocks(&self.config(), &self.geometry());
+        plan.unwrap_or_else(|error| panic!("{self:?}: {error}"))
+    }
+
     pub(crate) fn open(&self) -> Cache {
         Cache::open_on_device(self.plan(), &self.config().device, None).expect("opens")
     }

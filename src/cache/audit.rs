@@ -158,7 +158,7 @@ impl Cache {
         digest.push(self.counters.steps_committed);
         digest.push(self.counters.nonfinite);
         digest.push(self.counters.saturated);
-        digest.0
+        digest.value()
     }
 
     /// Reads K or V of some tokens of a sequence back, as f32.
@@ -279,22 +279,29 @@ impl Cache {
     /// The device's.
     pub fn poison_unused(&mut self, byte: u8) -> Result<(), CacheError> {
         for group in 0..self.plan.groups.len() {
-            let layout = &self.plan.groups[group].layout;
-            let mut live = vec![false; layout.units as usize * layout.unit_tokens as usize];
-            for slot in self.live_slots() {
-                let record = self.seqs.record(slot);
-                let kept_from = self.plan.keep_from(group_idx(group), record.high_water);
-                let view = self.view(group, slot);
-                let sinks = layout.sink_tokens.min(record.len);
-                for position in (0..sinks).chain(kept_from.max(sinks)..record.len) {
-                    let place = usize::try_from(view.token_slot(position)).unwrap_or(usize::MAX);
-                    live[place] = true;
-                }
-            }
-            self.mark_shareable(group, &mut live);
+            let live = self.places_in_use(group);
             self.poison_group(group, &live, byte)?;
         }
         Ok(())
+    }
+
+    /// The token places of a group that a live sequence reads, or that a later one may find.
+    /// `[units, unit_tokens]`
+    pub(super) fn places_in_use(&self, group: usize) -> Vec<bool> {
+        let layout = &self.plan.groups[group].layout;
+        let mut live = vec![false; layout.units as usize * layout.unit_tokens as usize];
+        for slot in self.live_slots() {
+            let record = self.seqs.record(slot);
+            let kept_from = self.plan.keep_from(group_idx(group), record.high_water);
+            let view = self.view(group, slot);
+            let sinks = layout.sink_tokens.min(record.len);
+            for position in (0..sinks).chain(kept_from.max(sinks)..record.len) {
+                let place = usize::try_from(view.token_slot(position)).unwrap_or(usize::MAX);
+                live[place] = true;
+            }
+        }
+        self.mark_shareable(group, &mut live);
+        live
     }
 
     /// Sets the bytes of every token place of a group that is not live.
@@ -360,12 +367,16 @@ pub(super) fn require(holds: bool, what: impl FnOnce() -> String) -> Result<(), 
 pub(super) struct Digest(u64);
 
 impl Digest {
-    const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self(0xCBF2_9CE4_8422_2325)
     }
 
     pub(super) const fn push(&mut self, word: u64) {
         let mixed = (word ^ (word >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         self.0 = (self.0 ^ mixed).wrapping_mul(0x0100_0000_01B3).rotate_left(23);
+    }
+
+    pub(super) const fn value(&self) -> u64 {
+        self.0
     }
 }

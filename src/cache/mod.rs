@@ -15,6 +15,7 @@
 mod admission;
 mod audit;
 mod audit_reuse;
+mod audit_shape;
 mod batch;
 mod begin;
 mod claim;

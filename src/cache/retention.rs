@@ -32,13 +32,13 @@ pub struct Retention {
 
 /// The ranges of one sequence; none by default. A block that several ranges touch has the highest
 /// of their priorities, with that one's time limit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Retentions {
     ranges: [Option<Packed>; MAX_RETENTIONS],
 }
 
 /// One range, packed: there are four in every sequence's record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Packed {
     from: u32,
     to: u32,

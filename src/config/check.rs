@@ -14,7 +14,10 @@ const MAX_SEQS: u32 = 1_048_576;
 /// The most tokens of a sequence or a step.
 const MAX_TOKENS: u32 = 16_777_216;
 /// The sizes of a block that the kernels are made for.
-const TOKENS_PER_BLOCK: [u32; 5] = [8, 16, 32, 64, MAX_TOKENS_PER_BLOCK];
+const TOKENS_PER_BLOCK: [u32; 5] = [MIN_TOKENS_PER_BLOCK, 16, 32, 64, MAX_TOKENS_PER_BLOCK];
+
+/// Tokens of the smallest block.
+pub const MIN_TOKENS_PER_BLOCK: u32 = 8;
 
 /// Tokens of the largest block.
 pub const MAX_TOKENS_PER_BLOCK: u32 = 128;

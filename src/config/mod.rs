@@ -20,7 +20,7 @@ mod rope;
 mod variant;
 mod workload;
 
-pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, contiguous_set, verify};
+pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, MIN_TOKENS_PER_BLOCK, contiguous_set, verify};
 pub use load::{Source, load, parse};
 pub use model::Geometry;
 pub use presets::{PRESETS, Preset};

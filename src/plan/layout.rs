@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use super::format::{KvFormat, SCALE_BYTES};
 use super::{LayerPlace, LayerScales};
+use crate::config::MIN_TOKENS_PER_BLOCK;
 use crate::units::{Bytes, GroupIdx, Overflow};
 
 /// Alignment of every unit, in bytes: a cache line, and what the widest vector load likes.
@@ -159,7 +160,10 @@ impl GroupLayout {
             ring_tokens: self.ring_tokens,
         };
         let addressable = match self.addressing {
-            Addressing::Blocks => self.unit_tokens.is_power_of_two(),
+            // A plan of smaller blocks is for the manager alone (`Plan::with_small_blocks`).
+            Addressing::Blocks => {
+                self.unit_tokens.is_power_of_two() && self.unit_tokens >= MIN_TOKENS_PER_BLOCK
+            }
             Addressing::Slot => true,
             Addressing::Ring => {
                 self.ring_tokens > 0

@@ -41,7 +41,8 @@ pub use workspace::{
 use serde::Serialize;
 
 use crate::config::{
-    Admission, CacheMode, Capacity, Config, Geometry, Invalid, ScaleKind, StaticScale, verify,
+    Admission, CacheMode, Capacity, Config, Geometry, Invalid, MIN_TOKENS_PER_BLOCK, ScaleKind,
+    StaticScale, verify,
 };
 use crate::error::PlanError;
 use crate::units::{Bytes, GroupIdx, LayerIdx, counted, grouped};
@@ -143,9 +144,29 @@ impl Plan {
     /// [`PlanError`] when a setting is out of range, settings contradict each other, a size overflows, or the capacity does
     /// not hold a single unit.
     pub fn new(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
-        verify(config, geometry).map_err(|Invalid { key, problem, help }| {
-            PlanError::Contradiction { key, problem, help }
-        })?;
+        verify(config, geometry).map_err(contradiction)?;
+        Self::of(config, geometry)
+    }
+
+    /// As [`Plan::new`], for blocks of 2 or 4 tokens: for tests that follow every state of a small
+    /// cache. The manager takes blocks of any power of two. The kernels do not, which is why a
+    /// configuration cannot ask for these; no device that computes is opened with such a plan.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    #[doc(hidden)]
+    pub fn with_small_blocks(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
+        let tokens = config.cache.tokens_per_block;
+        let mut checked = config.clone();
+        if tokens == 2 || tokens == 4 {
+            checked.cache.tokens_per_block = MIN_TOKENS_PER_BLOCK;
+        }
+        verify(&checked, geometry).map_err(contradiction)?;
+        Self::of(config, geometry)
+    }
+
+    /// The plan of a configuration that was checked.
+    fn of(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
         let limits = limits(config, geometry);
         let format = KvFormat::of(config);
         let drafts = group::drafts(config, geometry, &limits, format)?;
@@ -340,6 +361,11 @@ impl Plan {
         let layout = &self.groups[place.group.index()].layout;
         Some(LayerView::new(layout, *place, self.scales_of(layer)))
     }
+}
+
+/// A setting that was refused, as an error of the plan.
+fn contradiction(Invalid { key, problem, help }: Invalid) -> PlanError {
+    PlanError::Contradiction { key, problem, help }
 }
 
 /// Refuses a watermark that is the whole of some group: beside one sequence no other could begin.

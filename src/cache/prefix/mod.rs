@@ -238,7 +238,7 @@ impl PrefixIndex {
     }
 
     /// The next child of the same parent.
-    fn sibling(&self, block: u32) -> Option<u32> {
+    pub(super) fn sibling(&self, block: u32) -> Option<u32> {
         let next = halves(self.shared.nodes.get(block as usize)?.down.load(Relaxed)).1;
         Some(next).filter(|next| *next != NO_BLOCK)
     }
