@@ -20,6 +20,8 @@ use crate::common::{Rng, Spec, mix};
 pub(crate) struct Live {
     pub(crate) seq: SeqHandle,
     pub(crate) text: Text,
+    /// The most tokens that it ever had, since it began or was rewound to none.
+    pub(crate) high_water: u32,
     /// Tokens that were announced at begin and that nothing has contradicted since.
     pub(crate) prompt: Vec<u32>,
     pub(crate) limit: u32,
@@ -335,6 +337,7 @@ impl Driver {
         self.live.push(Live {
             seq: begun.sequence,
             text,
+            high_water: begun.cached_len,
             prompt: wanted.prompt.clone(),
             limit,
             lookahead: wanted.lookahead,

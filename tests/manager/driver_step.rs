@@ -97,6 +97,7 @@ impl Driver {
                     live.prompt.truncate(position);
                 }
             }
+            live.high_water = live.high_water.max(text.len());
             live.text = text;
             self.check_one(at);
         }

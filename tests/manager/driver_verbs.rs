@@ -29,10 +29,16 @@ impl Driver {
             2 => self.rng.below(u64::from(now) + 1) as u32,
             _ => now.saturating_sub(self.rng.below(5) as u32),
         };
+        let gone = self.window_gone(live.high_water, len);
         let result = self.call(|cache| cache.truncate(live.seq, len));
+        if len < now {
+            let refused = matches!(result, Err(CacheError::WindowGone { .. }));
+            assert_eq!(refused, gone.is_some(), "{len} of {now}, {}", live.high_water);
+        }
         match result {
             Ok(()) => {
                 let live = &mut self.live[at];
+                live.high_water = if len == 0 { 0 } else { live.high_water };
                 if len < live.text.len() {
                     // What the prompt had behind it is not announced any more.
                     live.prompt.truncate(len as usize);
@@ -42,15 +48,25 @@ impl Driver {
             Err(CacheError::TruncateBeyondEnd { .. }) => assert!(len > now),
             // Under guaranteed admission the copy that a later write needs cannot be promised.
             Err(CacheError::NotAdmitted { .. }) => assert!(self.promised()),
-            Err(CacheError::WindowGone { shortest, .. }) => {
-                assert!(len > 0 && len < shortest);
-                let rewind = self.cache.plan().limits.max_rewind_tokens;
-                assert!(now - len > rewind || len < shortest);
+            Err(CacheError::WindowGone { wanted, window, kept_from, shortest }) => {
+                assert_eq!((wanted, Some((window, kept_from, shortest))), (len, gone));
             }
             Err(error) => panic!("truncate: {error}"),
         }
         self.check_one(at);
         result
+    }
+
+    /// What refuses a rewind to `len` tokens: the first window that has moved too far, the token
+    /// from which on its layers still have everything, and the shortest length that they can be
+    /// rewound to. Of what was ever committed they keep the window and `max_rewind_tokens` more.
+    fn window_gone(&self, high_water: u32, len: u32) -> Option<(u32, u32, u32)> {
+        let plan = self.cache.plan();
+        let rewind = plan.limits.max_rewind_tokens;
+        let mut windows = plan.groups.iter().filter_map(|group| group.window);
+        let moved = |window: &u32| high_water + 1 > window + rewind && len + rewind < high_water;
+        let window = windows.find(moved).filter(|_| len > 0)?;
+        Some((window, high_water + 1 - window - rewind, high_water - rewind))
     }
 
     pub(super) fn release(&mut self) -> Result<(), CacheError> {

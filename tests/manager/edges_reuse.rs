@@ -246,8 +246,10 @@ fn edge_33_hit_rates_from_nothing_to_all() {
     rig.found(&long);
     rig.cache.begin(&long, up_to(65)).expect_err("too long");
     assert_eq!(rate(&rig).2, 5);
-    let used = rig.cache.stats().used_bytes.0;
-    assert!(used > 0 && used <= rig.cache.stats().held_bytes.0 * 3);
+    // Two whole blocks that are there once, and a token of each in a block of its own.
+    let (stats, plan) = (rig.cache.stats(), rig.cache.plan());
+    assert_eq!(stats.used_bytes.0, (16 + 3) * plan.bytes_per_token.0);
+    assert_eq!(stats.held_bytes.0, (2 + 3) * plan.groups[0].layout.unit_bytes);
     lines.iter().for_each(|line| rig.release(line));
 }
 
