@@ -117,7 +117,11 @@ pub(super) fn of_pin(handle: PinHandle) -> kvpool_pin_t {
 }
 
 pub(super) fn step(handle: kvpool_step_t) -> Result<StepId, CallError> {
-    let Parts { owner, generation, .. } = unpack(handle)?;
+    let Parts { owner, place, generation } = unpack(handle)?;
+    if place != 0 {
+        // Steps have none: it was never given out.
+        return Err(CallError::StaleHandle { what: "step" });
+    }
     Ok(StepId::from_parts(owner, generation))
 }
 

@@ -32,7 +32,7 @@ fn functions(header: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for declaration in header.split(';') {
         if declaration.contains("KVPOOL_NOEXCEPT") && !declaration.contains("static inline") {
-            let (before, _) = declaration.split_once('(').unwrap();
+            let Some((before, _)) = declaration.split_once('(') else { continue };
             let name = before.rsplit(|c: char| !c.is_ascii_alphanumeric() && c != '_').next();
             found.extend(name.filter(|name| name.starts_with("kvpool_")).map(str::to_owned));
         }

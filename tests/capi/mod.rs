@@ -6,7 +6,6 @@
 //! `csrc/tests/capi.sh` runs the same programs under sanitizers and valgrind.
 
 mod header;
-mod panics;
 mod programs;
 mod service;
 

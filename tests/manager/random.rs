@@ -68,7 +68,7 @@ pub(crate) fn plans() -> Vec<(&'static str, Spec)> {
 /// emulated device, which is a few hundred times slower.
 pub(crate) fn operations(share: u64) -> u64 {
     let all = std::env::var("KVPOOL_LONG_TESTS").ok().and_then(|text| text.parse().ok());
-    all.unwrap_or(if on_cuda() { 20_000_u64 } else { 1_000_000 }).div_ceil(share)
+    all.unwrap_or(if on_cuda() { 5_000_u64 } else { 1_000_000 }).div_ceil(share)
 }
 
 fn run(name: &str, spec: &Spec, mut driver: Driver, operations: u64) -> Counts {

@@ -136,7 +136,8 @@ static void null_steps(void) {
     NULL_POINTER(kvpool_step_get_view(cache, step, NULL, sizeof(kvpool_step_view_t)));
     NULL_POINTER(kvpool_step_get_group(cache, step, 0, NULL, sizeof(kvpool_step_group_t)));
     NULL_POINTER(kvpool_step_get_csr(cache, step, 1, NULL, sizeof(kvpool_step_csr_t)));
-    NULL_POINTER(kvpool_step_get_device(cache, step, 1, NULL, sizeof(kvpool_step_device_t)));
+    NULL_POINTER(kvpool_step_get_device(cache, step, 1, KVPOOL_TABLES_CSR, NULL,
+                                        sizeof(kvpool_step_device_t)));
     NULL_POINTER(kvpool_step_append(cache, step, 0, NULL, &kv));
     NULL_POINTER(kvpool_step_append(cache, step, 0, &kv, NULL));
     NULL_POINTER(kvpool_step_append(cache, step, 0, &none, &kv));
@@ -218,7 +219,7 @@ static void sizes_of_steps(void) {
     BAD_SIZES(kvpool_step_view_t, kvpool_step_get_view(cache, step, out, out_size));
     BAD_SIZES(kvpool_step_group_t, kvpool_step_get_group(cache, step, 1, out, out_size));
     BAD_SIZES(kvpool_step_csr_t, kvpool_step_get_csr(cache, step, 1, out, out_size));
-    BAD_SIZES(kvpool_step_device_t, kvpool_step_get_device(cache, step, 1, out, out_size));
+    BAD_SIZES(kvpool_step_device_t, kvpool_step_get_device(cache, step, 1, KVPOOL_TABLES_CSR, out, out_size));
     float data[Q_HEADS * HEAD_DIM] = {0}, more[Q_HEADS * HEAD_DIM];
     const kvpool_tensor_t q = check_tensor(data, Q_HEADS * HEAD_DIM),
                           out = check_tensor(more, Q_HEADS * HEAD_DIM);
