@@ -30,9 +30,19 @@ fn names(text: &str) -> BTreeSet<&str> {
 /// The functions that the header declares, those that it defines left out.
 fn functions(header: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for declaration in header.split(';') {
+    // Without what is for the preprocessor, which has brackets too.
+    let mut continued = false;
+    let mut declared = String::new();
+    for line in header.lines() {
+        if !continued && !line.starts_with('#') {
+            declared.push_str(line);
+            declared.push('\n');
+        }
+        continued = (continued || line.starts_with('#')) && line.ends_with('\\');
+    }
+    for declaration in declared.split(';') {
         if declaration.contains("KVPOOL_NOEXCEPT") && !declaration.contains("static inline") {
-            let Some((before, _)) = declaration.split_once('(') else { continue };
+            let (before, _) = declaration.split_once('(').unwrap();
             let name = before.rsplit(|c: char| !c.is_ascii_alphanumeric() && c != '_').next();
             found.extend(name.filter(|name| name.starts_with("kvpool_")).map(str::to_owned));
         }

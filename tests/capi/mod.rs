@@ -83,9 +83,17 @@ fn compile(name: &str, sources: &[&str], extra: &[&str], linked: Linked) -> Opti
     Some(program)
 }
 
+/// A program that finds the library of this build. Cargo's own search path has a folder before it
+/// where that of the last `cargo build` lies, which may be older.
+fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env("LD_LIBRARY_PATH", library_folder());
+    command
+}
+
 /// Runs a program to its end, which must be a good one, and gives what it printed.
 fn run(program: &Path, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
+    let output = command(program).args(arguments).output().unwrap();
     let out = String::from_utf8_lossy(&output.stdout).into_owned();
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program:?} {arguments:?}: {:?}\n{out}{err}", output.status);

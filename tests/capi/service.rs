@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
-use super::{Linked, compile, file, run};
+use super::{Linked, command, compile, file, run};
 
 /// The service and its load, compiled once; none without a compiler.
 fn programs() -> Option<(PathBuf, PathBuf)> {
@@ -31,7 +31,7 @@ struct Service {
 
 impl Service {
     fn start(program: &Path, arguments: &[&str]) -> Self {
-        let mut child = Command::new(program)
+        let mut child = command(program)
             .arg(file("csrc/examples/service.toml"))
             .args(arguments)
             .stdout(Stdio::piped())
@@ -167,7 +167,7 @@ fn the_service_refuses_a_wrong_command_line() {
         (vec![config.as_str(), "--wrong", "1"], 2, "unknown option"),
         (vec![config.as_str(), "--port", port.as_str()], 1, "cannot listen"),
     ] {
-        let output = Command::new(&program).args(&arguments).output().unwrap();
+        let output = command(&program).args(&arguments).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
         assert!(said.contains(words), "{arguments:?}: {said}");

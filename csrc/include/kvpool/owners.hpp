@@ -319,11 +319,11 @@ public:
                        {c.kv_first_position, num_seqs_}};
     }
     // CUDA: the tables in device memory, of a paged group's blocks in the forms that `wanted` names.
-    Result<StepDevice> device(uint32_t group,
-                              kvpool_tables_t wanted = KVPOOL_TABLES_CSR) const noexcept {
+    Result<StepDevice> device(uint32_t group, Tables wanted = Tables::csr) const noexcept {
         StepDevice out = {};
+        const auto tables = static_cast<kvpool_tables_t>(wanted);
         return detail::result(
-            kvpool_step_get_device(held_.cache, held_.c, group, wanted, KVPOOL_OUT(out)), out);
+            kvpool_step_get_device(held_.cache, held_.c, group, tables, KVPOOL_OUT(out)), out);
     }
 
     // Stores K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each. Once for each layer.
