@@ -212,6 +212,36 @@ fn edge_17_a_hit_is_not_free_capacity_too() {
     assert_eq!(rig.blocks().1, 0);
 }
 
+/// What is kept free beside those who run: the watermark, and after a preemption a block for each
+/// of them until one ends. Whoever is alone may have everything.
+#[test]
+fn edge_18_what_is_kept_free_for_those_who_run() {
+    let admission = Admission::MaxUtilization;
+    let refused = |rig: &mut Rig, blocks: u32, wanted: u64| {
+        let (prompt, available) = (tokens(500, 500 + 8 * blocks), 3);
+        let call = |cache: &mut kvpool::cache::Cache| cache.begin(&prompt, up_to(8 * blocks));
+        let error = assert_refused(&mut rig.cache, call);
+        let group = GroupIdx(0);
+        assert_eq!(error, CacheError::NotAdmitted { group, wanted, available });
+    };
+    let mut rig = Rig::new(&Spec { admission, watermark_blocks: 2, ..paged(4) });
+    let line = rig.begin(&tokens(0, 32), Ns::default(), up_to(32)).expect("alone");
+    rig.release(&line);
+    rig.run(&tokens(0, 8));
+    refused(&mut rig, 2, 4);
+    rig.run(&tokens(100, 108));
+
+    let mut rig = Rig::new(&Spec { admission, ..paged(4) });
+    rig.run(&tokens(0, 8));
+    let youngest = rig.run(&tokens(100, 108));
+    let gone = rig.cache.preempt_youngest().expect("two run");
+    assert_eq!((gone.sequence, gone.len), (youngest.seq, 8));
+    refused(&mut rig, 3, 4);
+    let back = rig.begin(&tokens(200, 216), Ns::default(), up_to(16)).expect("one is left free");
+    rig.release(&back);
+    rig.begin(&tokens(300, 324), Ns::default(), up_to(24)).expect("somebody has ended");
+}
+
 /// Preempting by release and computing again comes to an end.
 #[test]
 fn edge_18_preemption_comes_to_an_end() {
