@@ -111,6 +111,47 @@ fn k_is_turned_by_its_position_and_then_stored_as_ever() {
     }
 }
 
+/// A step that is long enough to be dealt out to several threads, and written past the caches.
+#[test]
+fn long_steps_are_turned_too() {
+    for (format, scale) in FORMATS {
+        let spec = Spec {
+            format,
+            scale,
+            windows: vec![0],
+            sink_tokens: 0,
+            num_q_heads: 8,
+            num_kv_heads: 8,
+            head_dim: 128,
+            max_seqs: 1,
+            max_seq_len: 500,
+            max_batch_tokens: 500,
+            max_step_tokens: None,
+            rope: Some(RopeConfig { theta: Some(1e4), ..RopeConfig::default() }),
+            threads: 3,
+            ..spec(RopeStyle::Halves)
+        };
+        let rope = spec.plan().rope.expect("asked for");
+        let positions: Vec<u32> = (0..500).collect();
+        let input = |what| tensor(&tags(1, 500), &positions, 0, what, 8, 128);
+        let (k, v) = (input(0), input(1));
+        let mut turned = k.clone();
+        for (x, position) in turned.chunks_mut(8 * 128).zip(&positions) {
+            rope.rotate(0, *position, 128, x);
+        }
+        let mut pools = Vec::new();
+        for (spec, k) in [(spec.clone(), &k), (Spec { rope: None, ..spec }, &turned)] {
+            let mut cache = spec.open();
+            let seq = begin(&mut cache, 0);
+            let mut step = cache.reserve(&[(seq, 500)]).expect("fits");
+            step.append(LayerIdx(0), TensorRef::F32(k), TensorRef::F32(&v)).expect("append");
+            step.commit().expect("whole");
+            pools.push(pool(&cache));
+        }
+        assert_eq!(pools[0], pools[1], "{format:?} {scale:?}");
+    }
+}
+
 /// The numbers themselves, from the definition in f64; and the same bits as the CPU's reference.
 #[test]
 fn k_is_turned_as_the_definition_says() {
@@ -122,6 +163,8 @@ fn k_is_turned_as_the_definition_says() {
         run(&mut cache, seq, &tags(1, 60), &rope, false);
         run(&mut cpu, other, &tags(1, 60), &rope, false);
         assert_eq!(pool(&cache), pool(&cpu), "{style:?}: the devices differ");
+        let planned = cpu.plan().cpu_workspace_bytes(1).expect("fits");
+        assert_eq!(cpu.device_info().workspace_bytes, planned, "the tables are in the plan");
         for (layer, theta, factor) in [(0, 10_000.0_f64, 4.0), (1, 500.0, 1.0), (2, 10_000.0, 4.0)]
         {
             let mut got = vec![f32::NAN; 128];

@@ -317,7 +317,7 @@ impl LayerView {
 
 /// One sequence seen through one group: from positions to places.
 ///
-/// `kv_view.cuh` will hold its twin for CUDA; the two have the same methods.
+/// `kv_view.cuh` holds its twin for CUDA; `tests/cuda` compares what the two store, byte for byte.
 #[derive(Clone, Copy, Debug)]
 pub struct SeqView<'a> {
     /// The group's layout.

@@ -220,6 +220,49 @@ mod tests {
         }
     }
 
+    /// Some frequencies as Hugging Face's `transformers` 5.24.0 computes them, in f32.
+    #[test]
+    fn frequencies_are_those_of_transformers() {
+        let llama3 = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position: 8192,
+        };
+        let yarn = RopeScaling::Yarn {
+            factor: 32.0,
+            original_max_position: 4096,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: false,
+        };
+        let of_llama3 = [
+            (0, 1.0),
+            (20, 0.016_560_441),
+            (30, 0.001_371_893_7),
+            (33, 0.000_312_693_65),
+            (40, 3.428_102_4e-5),
+            (63, 3.068_925_9e-7),
+        ];
+        let of_yarn = [
+            (0, 1.0),
+            (8, 0.050_813_273),
+            (10, 0.019_335),
+            (14, 0.002_093_792_7),
+            (18, 3.830_881_2e-5),
+            (31, 3.023_511_4e-7),
+        ];
+        for (table, known) in [
+            (table(5e5, 128, Some(&llama3)), of_llama3),
+            (table(150_000.0, 64, Some(&yarn)), of_yarn),
+        ] {
+            for (pair, want) in known {
+                let got: f64 = table.frequencies[pair];
+                assert!((got / want - 1.0).abs() < 1e-6, "pair {pair}: {got}, {want}");
+            }
+        }
+    }
+
     #[test]
     fn a_rotation_keeps_lengths_and_turns_by_the_angle() {
         let tables = vec![table(1e4, 16, None)];

@@ -1,7 +1,7 @@
 //! Tests of the CUDA device itself. They are started by `cuda::the_tests_of_the_device_…`.
 
 use kvpool::cache::{AttendOptions, Cache, SeqHandle};
-use kvpool::config::{CacheMode, Format, KernelChoice, ScaleKind};
+use kvpool::config::{CacheMode, Format, KernelChoice, RopeConfig, ScaleKind};
 use kvpool::device::{DType, DeviceTensor, TensorMut, TensorRef};
 use kvpool::units::LayerIdx;
 
@@ -225,17 +225,20 @@ fn splits_are_combined_to_the_same_bits_as_one_after_the_other() {
 #[test]
 #[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
 fn closing_gives_everything_back_and_the_plan_has_every_byte() {
-    let spec = spec(Format::Int8, ScaleKind::PerTokenHead);
-    let before = counter("live_bytes");
-    let cache = spec.open();
-    let info = cache.device_info();
-    let workspace = cache.plan().cuda_workspace().expect("fits");
-    assert_eq!(info.pool_bytes, cache.plan().pool_bytes);
-    assert_eq!(info.workspace_bytes, workspace.device_bytes);
-    let allocated = counter("live_bytes") - before;
-    assert_eq!(allocated, info.pool_bytes.get() + info.workspace_bytes.get());
-    drop(cache);
-    assert_eq!(counter("live_bytes"), before, "something was kept");
+    let turned = RopeConfig { theta: Some(1e4), window_theta: Some(1e3), ..RopeConfig::default() };
+    for rope in [None, Some(turned)] {
+        let spec = Spec { rope, ..spec(Format::Int8, ScaleKind::PerTokenHead) };
+        let before = counter("live_bytes");
+        let cache = spec.open();
+        let info = cache.device_info();
+        let workspace = cache.plan().cuda_workspace().expect("fits");
+        assert_eq!(info.pool_bytes, cache.plan().pool_bytes);
+        assert_eq!(info.workspace_bytes, workspace.device_bytes);
+        let allocated = counter("live_bytes") - before;
+        assert_eq!(allocated, info.pool_bytes.get() + info.workspace_bytes.get());
+        drop(cache);
+        assert_eq!(counter("live_bytes"), before, "something was kept");
+    }
 }
 
 #[test]

@@ -189,10 +189,9 @@ fn store_vectors<I: Isa, S: Source>(
     static_scale: f32,
 ) -> AppendCounts {
     let per_token = (job.layout.num_kv_heads * job.layout.head_dim) as usize;
-    let rotation = job.rotation.filter(|_| item.kv == Kv::K);
-    // One vector, as it is stored.
-    let mut vector = [0.0; MAX_DIM];
-    let vector = &mut vector[..job.layout.head_dim as usize];
+    if let Some(rotation) = job.rotation.filter(|_| item.kv == Kv::K) {
+        return store_rotated(isa, job, item, data, &rotation);
+    }
     let mut store = Store::new(isa, job, item.kv, static_scale);
     let mut places = Places::new(job.layout, job.token_slots, job.parts, item.part);
     let mut ahead = places.clone();
@@ -210,16 +209,42 @@ fn store_vectors<I: Isa, S: Source>(
             isa.fence();
         }
         let x = &data[place.index * per_token..][..per_token];
-        if let Some(rotation) = &rotation {
-            for (head, x) in (0..).zip(x.chunks_exact(vector.len())) {
-                rotation.rotate(place.index, x, vector);
-                // SAFETY: the caller has the item, of which the token is.
-                unsafe { store.head(vector, place.unit, place.token, head) };
-            }
-            continue;
-        }
         // SAFETY: the caller has the item, of which the token is.
         unsafe { store.token(x, place.unit, place.token) };
+    }
+    if job.stores == Stores::Past {
+        isa.fence();
+    }
+    store.counts
+}
+
+/// Stores one item's vectors of K, rotated first. `data`: `[tokens, num_kv_heads, head_dim]`
+#[inline(always)]
+fn store_rotated<I: Isa, S: Source>(
+    isa: I,
+    job: &AppendJob<'_>,
+    item: &AppendItem,
+    data: &[S],
+    rotation: &Rotation<'_>,
+) -> AppendCounts {
+    let head_dim = job.layout.head_dim as usize;
+    let per_token = job.layout.num_kv_heads as usize * head_dim;
+    // One vector, as it is stored.
+    let mut vector = [0.0; MAX_DIM];
+    let vector = &mut vector[..head_dim];
+    let mut store = Store::new(isa, job, item.kv, job.scales.k);
+    let mut places = Places::new(job.layout, job.token_slots, job.parts, item.part);
+    while let Some(place) = places.next() {
+        if place.jumps && job.stores == Stores::Past {
+            // The place may be one that was written before.
+            isa.fence();
+        }
+        let x = &data[place.index * per_token..][..per_token];
+        for (head, x) in x.chunks_exact(head_dim).enumerate() {
+            rotation.rotate(place.index, x, vector);
+            // SAFETY: the caller has the item, of which the token is.
+            unsafe { store.head(vector, place.unit, place.token, head) };
+        }
     }
     if job.stores == Stores::Past {
         isa.fence();

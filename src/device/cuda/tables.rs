@@ -60,15 +60,18 @@ impl Group {
     /// Whether a copy cannot go into one launch with those that were noted down: what is in one
     /// launch has no order.
     pub(super) fn must_follow(&self, pair: &KvpoolCopyPair) -> bool {
-        let end = |pair: &KvpoolCopyPair| pair.first_token + pair.num_tokens;
         self.copies.len() == CUDA_PAIRS_AT_ONCE as usize
-            || self.copies.iter().any(|other| {
-                let units = other.dst_unit == pair.src_unit
-                    || other.dst_unit == pair.dst_unit
-                    || other.src_unit == pair.dst_unit;
-                units && other.first_token < end(pair) && pair.first_token < end(other)
-            })
+            || self.copies.iter().any(|other| have_an_order(other, pair))
     }
+}
+
+/// Whether of two copies one writes what the other reads or writes.
+fn have_an_order(one: &KvpoolCopyPair, other: &KvpoolCopyPair) -> bool {
+    let end = |pair: &KvpoolCopyPair| pair.first_token + pair.num_tokens;
+    let units = one.dst_unit == other.src_unit
+        || one.dst_unit == other.dst_unit
+        || one.src_unit == other.dst_unit;
+    units && one.first_token < end(other) && other.first_token < end(one)
 }
 
 /// A number of tokens as the kernels have it, when there is room for so many.
@@ -343,5 +346,34 @@ fn check_blocks(
     match seen.copied().max() {
         Some(largest) if largest >= layout.units => Err(largest),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_of_the_same_place_have_an_order() {
+        let pair = |src_unit, dst_unit, first_token, num_tokens| KvpoolCopyPair {
+            src_unit,
+            dst_unit,
+            first_token,
+            num_tokens,
+        };
+        let first = pair(1, 2, 4, 4);
+        for (other, ordered) in [
+            (pair(1, 3, 0, 8), false),
+            (pair(3, 2, 0, 8), true),
+            (pair(2, 3, 0, 5), true),
+            (pair(3, 1, 7, 1), true),
+            (pair(3, 4, 0, 8), false),
+            // Other tokens of the same units.
+            (pair(3, 2, 0, 4), false),
+            (pair(2, 3, 8, 1), false),
+        ] {
+            assert_eq!(have_an_order(&first, &other), ordered, "{other:?}");
+            assert_eq!(have_an_order(&other, &first), ordered, "{other:?}");
+        }
     }
 }
