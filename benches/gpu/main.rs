@@ -166,7 +166,7 @@ fn main() {
     }
     driver::enter(0);
     let report = serde_json::to_value(kvpool::device::cuda::report()).unwrap();
-    let (gpu, emulated) = (&report["driver"]["gpus"][0], &report["driver"]["emulated"]);
+    let (gpu, emulated) = (&report["gpus"][0], &report["driver"]["emulated"]);
     println!("{}; {} bytes free", gpu["name"], driver::free_bytes());
     if *emulated == true {
         println!("*** EMULATED: what follows are no figures of any GPU ***");
