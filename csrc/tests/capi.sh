@@ -111,9 +111,9 @@ part_load() {
     step "the service: 10,000 requests of 64 clients"
     build service csrc/examples/service.cpp -- -O2
     build load csrc/examples/load.cpp -- -O2
-    serve service load --verify --threads 2 -- --requests 10000 --clients 64
+    serve service load --verify -- --requests 10000 --clients 64
     step "the same with a pool that preempts"
-    serve service load --threads 2 --set pool.capacity=blocks:60 -- --requests 10000 --clients 64 --seed 2
+    serve service load --set pool.capacity=blocks:60 -- --requests 10000 --clients 64 --seed 2
     step "the same with a pool and a queue that are too small"
     serve service load --set pool.capacity=blocks:6 --set cache.watermark_blocks=0 --max-waiting 16 -- \
         --requests 10000 --clients 64 --seed 3 --may-refuse 1

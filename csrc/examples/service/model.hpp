@@ -114,23 +114,22 @@ public:
         for (const kvpool::BatchSeq& seq : view.seqs) {
             for (uint32_t row = 0; row < seq.rows; ++row) seq_of_row_[seq.row_start + row] = &seq;
         }
-        workers_.run(rows, [&](uint32_t row, unsigned) {
-            std::memcpy(x(row), &embedding_[size_t{tokens[row]} * width_], width_ * sizeof(float));
-        });
         for (uint32_t i = 0; i < info_.num_layers; ++i) {
             LayerView& layer = layers_[i];
             layer.tables = step.group(layer.layer.group).value();
             workers_.run(rows, [&](uint32_t row, unsigned) {
+                if (i == 0) embed(row, tokens[row]);
                 project(i, row, view.positions[row]);
                 append_row(layer, row, k(row), v(row));
             });
             if (auto marked = step.mark_appended(i); !marked) return marked;
+            // All K and V of the step are there.
             workers_.run(rows, [&](uint32_t row, unsigned worker) {
                 attend_row(layer, seq_of_row_[row]->slot, view.positions[row], info_.num_q_heads, q(row),
                            out(row), scratch_[worker]);
+                mix(row);
             });
             if (auto same = compare(step, i, rows); !same) return same;
-            workers_.run(rows, [&](uint32_t row, unsigned) { mix(row); });
         }
         next.resize(last.size());
         workers_.run(static_cast<uint32_t>(last.size()),
@@ -155,6 +154,9 @@ private:
     float* k(uint32_t row) { return &k_[size_t{row} * kv_width_]; }
     float* v(uint32_t row) { return &v_[size_t{row} * kv_width_]; }
 
+    void embed(uint32_t row, uint32_t token) {
+        std::memcpy(x(row), &embedding_[size_t{token} * width_], width_ * sizeof(float));
+    }
     // Queries, keys and values of a row: x, scaled and displaced by weights; Q and K rotated by the position.
     void project(uint32_t layer, uint32_t row, uint32_t position) {
         const float* weights = &weights_[size_t{layer} * 3 * width_];
