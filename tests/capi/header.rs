@@ -29,20 +29,11 @@ fn names(text: &str) -> BTreeSet<&str> {
 
 /// The functions that the header declares, those that it defines left out.
 fn functions(header: &str) -> BTreeSet<String> {
+    let lines: Vec<&str> = header.lines().filter(|line| !line.starts_with('#')).collect();
     let mut found = BTreeSet::new();
-    // Without what is for the preprocessor, which has brackets too.
-    let mut continued = false;
-    let mut declared = String::new();
-    for line in header.lines() {
-        if !continued && !line.starts_with('#') {
-            declared.push_str(line);
-            declared.push('\n');
-        }
-        continued = (continued || line.starts_with('#')) && line.ends_with('\\');
-    }
-    for declaration in declared.split(';') {
+    for declaration in lines.join("\n").split([';', '{', '}']) {
         if declaration.contains("KVPOOL_NOEXCEPT") && !declaration.contains("static inline") {
-            let (before, _) = declaration.split_once('(').unwrap();
+            let before = declaration.split('(').next().unwrap_or_default();
             let name = before.rsplit(|c: char| !c.is_ascii_alphanumeric() && c != '_').next();
             found.extend(name.filter(|name| name.starts_with("kvpool_")).map(str::to_owned));
         }

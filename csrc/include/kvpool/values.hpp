@@ -203,8 +203,21 @@ struct Retention : kvpool_retention_t {
     }
 };
 
+// The engine's name of a sequence, or none.
+class Key {
+public:
+    constexpr Key() noexcept = default;
+    constexpr Key(uint64_t number) noexcept : number_(number), is_some_(true) {}
+    constexpr bool is_some() const noexcept { return is_some_; }
+    constexpr uint64_t number() const noexcept { return number_; }
+
+private:
+    uint64_t number_ = 0;
+    bool is_some_ = false;
+};
+
 struct BeginOptions {
-    std::optional<uint64_t> key = {};       // the engine's name; no two live sequences have the same
+    Key key = {};                           // the engine's name; no two live sequences have the same
     uint32_t max_len = 0;                   // prompt and output together; 0 = limits.max_seq_len
     uint32_t lookahead_tokens = 0;          // beyond max_len, that may be appended and rewound
     span<const Retention> retentions = {};  // at most KVPOOL_MAX_RETENTIONS, not copied
@@ -212,8 +225,8 @@ struct BeginOptions {
 
     kvpool_begin_options_t c() const noexcept {
         kvpool_begin_options_t c = KVPOOL_BEGIN_OPTIONS_INIT;
-        c.key = key.value_or(0);
-        c.has_key = key.has_value() ? 1 : 0;
+        c.key = key.number();
+        c.has_key = key.is_some() ? 1 : 0;
         c.max_len = max_len;
         c.lookahead_tokens = lookahead_tokens;
         const size_t num = retentions.size();
