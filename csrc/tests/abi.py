@@ -49,8 +49,12 @@ def numbers(code):
         yield from re.findall(r"(KVPOOL_\w+) =", body)
 
 
+def callbacks(code):
+    return (re.sub(r"\s+", " ", text) for text in re.findall(r"typedef (void \(\*kvpool_\w+\)\([^;]*\));", code))
+
+
 def aliases(code):
-    return re.findall(r"typedef int32_t (kvpool_\w+_t);", code)
+    return re.findall(r"typedef u?int32_t (kvpool_\w+_t);", code)
 
 
 def program(code):
@@ -60,6 +64,8 @@ def program(code):
     show("abi version %lld", "KVPOOL_ABI_VERSION")
     for function in sorted(functions(code), key=lambda f: re.search(r"kvpool_\w+(?=\()", f)[0]):
         show("function " + function)
+    for callback in sorted(callbacks(code)):
+        show("callback " + callback)
     for alias in sorted(aliases(code)):
         show(f"type {alias} %lld", f"sizeof({alias})")
     for name, fields in sorted(structs(code)):

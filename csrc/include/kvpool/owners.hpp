@@ -321,9 +321,9 @@ public:
     // CUDA: the tables in device memory, of a paged group's blocks in the forms that `wanted` names.
     Result<StepDevice> device(uint32_t group, Tables wanted = Tables::csr) const noexcept {
         StepDevice out = {};
-        const auto tables = static_cast<kvpool_tables_t>(wanted);
-        return detail::result(
-            kvpool_step_get_device(held_.cache, held_.c, group, tables, KVPOOL_OUT(out)), out);
+        return detail::result(kvpool_step_get_device(held_.cache, held_.c, group,
+                                                     static_cast<kvpool_tables_t>(wanted), KVPOOL_OUT(out)),
+                              out);
     }
 
     // Stores K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each. Once for each layer.

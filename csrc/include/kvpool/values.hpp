@@ -45,6 +45,11 @@ enum class Reuse : int32_t {
     donor = KVPOOL_REUSE_DONOR
 };
 enum class DeviceKind : int32_t { cpu = KVPOOL_CPU, cuda = KVPOOL_CUDA };
+// Which tables of a step are wanted in device memory: Tables::csr | Tables::dense.
+enum class Tables : uint32_t { csr = KVPOOL_TABLES_CSR, dense = KVPOOL_TABLES_DENSE };
+constexpr Tables operator|(Tables a, Tables b) noexcept {
+    return static_cast<Tables>(static_cast<uint32_t>(a) | static_cast<uint32_t>(b));
+}
 enum class Part : int32_t {
     k = KVPOOL_K,
     v = KVPOOL_V,
@@ -104,6 +109,7 @@ struct PlanInfo : kvpool_plan_info_t {
     Scale scale() const noexcept { return static_cast<Scale>(kvpool_plan_info_t::scale); }
     Admission admission() const noexcept { return static_cast<Admission>(kvpool_plan_info_t::admission); }
     bool prefix_reuse() const noexcept { return kvpool_plan_info_t::prefix_reuse != 0; }
+    bool rope() const noexcept { return kvpool_plan_info_t::rope != 0; }
 };
 
 struct GroupInfo : kvpool_group_info_t {

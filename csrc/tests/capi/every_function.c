@@ -180,8 +180,9 @@ static void steps(kvpool_cache_t cache) {
     CHECK(csr.kv_indptr[1] == 1 && csr.kv_indices[0] == row[0] && csr.kv_last_block_len[0] == 8);
     EXPECT(KVPOOL_NO_SUCH_GROUP, kvpool_step_get_csr(cache, step, ring.group, KVPOOL_OUT(csr)));
     kvpool_step_device_t device;
-    EXPECT(KVPOOL_WRONG_MEMORY, kvpool_step_get_device(cache, step, paged.group, KVPOOL_TABLES_CSR | KVPOOL_TABLES_DENSE,
-                                                     KVPOOL_OUT(device)));
+    EXPECT(KVPOOL_WRONG_MEMORY,
+           kvpool_step_get_device(cache, step, paged.group, KVPOOL_TABLES_CSR | KVPOOL_TABLES_DENSE,
+                                  KVPOOL_OUT(device)));
     EXPECT(KVPOOL_WRONG_MEMORY, kvpool_step_prepare(cache, step));
 
     float q[8 * Q_HEADS * HEAD_DIM], out[8 * Q_HEADS * HEAD_DIM], lse[8 * Q_HEADS];

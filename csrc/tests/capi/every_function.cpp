@@ -71,7 +71,7 @@ kvpool::Cache open() {
     const kvpool::PlanInfo info = plan.info().value();
     CHECK(info.mode() == kvpool::Mode::hybrid && info.format() == kvpool::Format::f32 && info.max_seqs == 3);
     CHECK(info.scale() == kvpool::Scale::none && info.admission() == kvpool::Admission::guaranteed);
-    CHECK(info.prefix_reuse() && plan.layer(1)->k == nullptr);
+    CHECK(info.prefix_reuse() && !info.rope() && plan.layer(1)->k == nullptr);
     const uint32_t paged = plan.layer(1)->group;
     CHECK(plan.group(paged)->kind() == kvpool::GroupKind::paged && plan.blocks_for(paged, 17).value() == 3);
     CHECK(plan.text()->size() > 100 && plan.text(kvpool::TextForm::json)->front() == '{');
@@ -124,7 +124,7 @@ void steps(kvpool::Cache& cache) {
     const kvpool::StepCsr csr = step.csr(paged).value();
     CHECK(csr.kv_indptr[1] == 1 && csr.kv_indices.size() == 1 && csr.kv_indices[0] == block);
     CHECK(step.csr(ring).status() == Status::no_such_group);
-    CHECK(step.device(paged).status() == Status::wrong_memory &&
+    CHECK(step.device(paged, kvpool::Tables::csr | kvpool::Tables::dense).status() == Status::wrong_memory &&
           step.prepare().status() == Status::wrong_memory);
 
     const std::vector<float> kv(8 * KV_HEADS * HEAD_DIM, 2.0f), q(8 * Q_HEADS * HEAD_DIM, 0.1f);

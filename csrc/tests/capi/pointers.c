@@ -136,8 +136,8 @@ static void null_steps(void) {
     NULL_POINTER(kvpool_step_get_view(cache, step, NULL, sizeof(kvpool_step_view_t)));
     NULL_POINTER(kvpool_step_get_group(cache, step, 0, NULL, sizeof(kvpool_step_group_t)));
     NULL_POINTER(kvpool_step_get_csr(cache, step, 1, NULL, sizeof(kvpool_step_csr_t)));
-    NULL_POINTER(kvpool_step_get_device(cache, step, 1, KVPOOL_TABLES_CSR, NULL,
-                                        sizeof(kvpool_step_device_t)));
+    NULL_POINTER(
+        kvpool_step_get_device(cache, step, 1, KVPOOL_TABLES_CSR, NULL, sizeof(kvpool_step_device_t)));
     NULL_POINTER(kvpool_step_append(cache, step, 0, NULL, &kv));
     NULL_POINTER(kvpool_step_append(cache, step, 0, &kv, NULL));
     NULL_POINTER(kvpool_step_append(cache, step, 0, &none, &kv));
