@@ -56,12 +56,6 @@ enum class Part : int32_t {
     k_scales = KVPOOL_K_SCALES,
     v_scales = KVPOOL_V_SCALES
 };
-// Forms of a paged group's blocks in device memory.
-enum class Tables : uint32_t {
-    csr = KVPOOL_TABLES_CSR,
-    dense = KVPOOL_TABLES_DENSE,
-    both = KVPOOL_TABLES_CSR | KVPOOL_TABLES_DENSE
-};
 enum class EventKind : int32_t {
     stored = KVPOOL_STORED,
     attached = KVPOOL_ATTACHED,
