@@ -60,7 +60,10 @@ const EXPECTED: &[(&str, &str)] = &[
     ("device.kind", "expected \"cpu\" or \"cuda\""),
     ("device.ordinal", "expected the number of a GPU, from 0, with device.kind = \"cuda\""),
     ("device.threads", "expected a whole number from 0 (one for each core) to 1024"),
-    ("device.kernel", "expected \"auto\", \"reference\", \"portable\", \"avx2\" or \"avx512\""),
+    (
+        "device.kernel",
+        "expected \"auto\", \"reference\", \"portable\", \"avx2\", \"avx512\" or \"avx512-bf16\"",
+    ),
     ("device.memory_limit", "expected a number of bytes above 0, or a size such as \"24 GiB\""),
     ("workload", "expected a table [workload] with kind"),
     ("workload.kind", "expected \"generator\" or \"azure-csv\""),

@@ -364,6 +364,10 @@ pub enum KernelChoice {
     Avx2,
     /// Vectorised for AVX-512.
     Avx512,
+    /// The same, with queries and weights rounded to bfloat16 where K and V are bfloat16: faster,
+    /// and less exact by as much as storing them is. Never chosen by `auto`.
+    #[serde(rename = "avx512-bf16")]
+    Avx512Bf16,
 }
 
 /// Whether a number is its default.

@@ -49,6 +49,7 @@ named!(
     Portable = "portable",
     Avx2 = "avx2",
     Avx512 = "avx512",
+    Avx512Bf16 = "avx512-bf16",
 );
 named!(WorkloadKind: Generator = "generator", AzureCsv = "azure-csv");
 

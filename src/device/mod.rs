@@ -37,9 +37,10 @@ pub struct DeviceInfo {
     /// `cpu`; `cuda`; `cuda-emulated` for CUDA kernels that are executed by the host, in tests;
     /// or `none` for a device without memory.
     pub kind: &'static str,
-    /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, or
-    /// `avx512+vnni` (AVX-512 with VNNI for INT8); `plain` or `tensor-cores` on a GPU; `none` for
-    /// a device without memory.
+    /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, `avx512+vnni`
+    /// (with VNNI for INT8), `avx512+vnni+bf16` (and BF16 in two terms for bfloat16) or
+    /// `avx512-bf16` (in one term); `plain` or `tensor-cores` on a GPU; `none` for a device without
+    /// memory.
     pub kernel: &'static str,
     /// Threads that compute, the calling one included; multiprocessors of a GPU.
     pub threads: u32,

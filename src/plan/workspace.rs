@@ -26,7 +26,7 @@ pub const KV_HEADS_AT_ONCE: u32 = 8;
 /// Query heads, over several rows, that are computed side by side: what a tile's keys and values
 /// are read and converted for once. Their queries and accumulators are to stay in the nearest
 /// caches.
-pub const HEADS_AT_ONCE: u32 = 32;
+pub const HEADS_AT_ONCE: u32 = 128;
 
 /// What the workspace is sized by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -79,16 +79,17 @@ impl CpuWorkspace {
         Ok(heads.try_mul(2)?.try_add(acc)?.get())
     }
 
-    /// f32 numbers that hold the queries of some heads as integers of two bytes: for every four
-    /// `[padded_dim / 16, 2 terms]` lines of 16, then for every 32 elements a line of sums, and
-    /// one of scales.
+    /// f32 numbers that hold the queries of some heads in another form, for every four of them,
+    /// and whole eights: as two terms in bf16, `[padded_dim / 16, 2 terms, 2]` lines of 16; or as
+    /// integers of two bytes, half as many, then for every 32 elements a line of sums, and one of
+    /// scales.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn coded_len(&self, heads: u64) -> Result<u64, Overflow> {
         let lines = u64::from(self.padded_dim / LANES);
-        let per_four = Bytes(lines * 2 + lines.div_ceil(2) + 1).try_mul(u64::from(LANES))?;
-        Ok(per_four.try_mul(heads.div_ceil(4))?.get())
+        let per_four = Bytes(lines * 4 + 1).try_mul(u64::from(LANES))?;
+        Ok(per_four.try_mul(heads.div_ceil(8) * 2)?.get())
     }
 
     /// What is kept of all heads that a thread computes side by side, be they those of several
@@ -101,7 +102,7 @@ impl CpuWorkspace {
         Ok(rows.max(kv_heads.get()))
     }
 
-    /// f32 numbers that hold the queries of all heads as integers.
+    /// f32 numbers that hold the queries of all heads in another form.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
@@ -117,16 +118,26 @@ impl CpuWorkspace {
         self.of_all_heads(|heads| self.partial_len(heads))
     }
 
-    /// f32 numbers that hold a tile's weights as integers of two bytes `[max_heads, 2 terms]`
-    /// lines of 16, and their scales `[max_heads, padded to lanes]`.
+    /// f32 numbers that hold a tile's weights in another form: as two terms in bf16, `[max_heads,
+    /// 2 terms, 2]` lines of 16; or as integers of two bytes, half as many, and their scales
+    /// `[max_heads, padded to lanes]`.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn weights_len(&self) -> Result<u64, Overflow> {
         let heads = u64::from(self.max_heads());
-        let terms = Bytes(heads).try_mul(u64::from(TILE_TOKENS / 4 * 2))?;
+        let terms = Bytes(heads).try_mul(u64::from(TILE_TOKENS / 2 * 2))?;
         let scales = Bytes(heads).align_up(u64::from(LANES))?;
         Ok(terms.try_add(scales)?.get())
+    }
+
+    /// f32 numbers that hold a tile's keys, and its values, rearranged and perhaps widened.
+    /// `[2, TILE_TOKENS, padded_dim]`
+    ///
+    /// # Errors
+    /// [`Overflow`] when it does not fit in 64 bits.
+    pub fn packed_len(&self) -> Result<u64, Overflow> {
+        Ok(Bytes(u64::from(2 * TILE_TOKENS)).try_mul(u64::from(self.padded_dim))?.get())
     }
 
     /// f32 numbers of one thread's scratch.
@@ -137,17 +148,19 @@ impl CpuWorkspace {
         let heads = u64::from(self.max_heads());
         // The queries as f32. [max_heads, padded_dim]
         let queries = Bytes(heads).try_mul(u64::from(self.padded_dim))?;
-        // The queries as integers.
+        // The queries in another form.
         let coded = Bytes(self.all_coded_len()?);
         // The scores of a tile. [max_heads, TILE_TOKENS]
         let scores = Bytes(heads).try_mul(u64::from(TILE_TOKENS))?;
-        // The weights of a tile as integers.
+        // The weights of a tile in another form.
         let weights = Bytes(self.weights_len()?);
         // The scales of a tile's K and V rows. [2, TILE_TOKENS]
         let scales = Bytes(2).try_mul(u64::from(TILE_TOKENS))?;
+        // A tile's keys and values, rearranged.
+        let packed = Bytes(self.packed_len()?);
         // The split under way, and the sum of those before it.
         let partials = Bytes(self.all_partials_len()?).try_mul(2)?;
-        let terms = [coded, scores, weights, scales, partials];
+        let terms = [coded, scores, weights, scales, packed, partials];
         let sum = terms.into_iter().try_fold(queries, |sum, term| sum.try_add(term))?;
         Ok(sum.get())
     }

@@ -33,6 +33,7 @@ struct Shared<'a> {
     partial_len: usize,
     coded_len: usize,
     weights_len: usize,
+    packed_len: usize,
     sizes: CpuWorkspace,
 }
 
@@ -43,6 +44,7 @@ struct Scratch<'a> {
     scores: &'a mut [f32],
     weights: &'a mut [f32],
     row_scales: &'a mut [f32],
+    packed: &'a mut [f32],
     part: &'a mut [f32],
     total: &'a mut [f32],
 }
@@ -61,8 +63,9 @@ impl Shared<'_> {
         let (scores, rest) = rest.split_at_mut(heads * TILE_TOKENS as usize);
         let (weights, rest) = rest.split_at_mut(self.weights_len);
         let (row_scales, rest) = rest.split_at_mut(2 * TILE_TOKENS as usize);
+        let (packed, rest) = rest.split_at_mut(self.packed_len);
         let (part, total) = rest.split_at_mut(rest.len() / 2);
-        Scratch { q, coded, scores, weights, row_scales, part, total }
+        Scratch { q, coded, scores, weights, row_scales, packed, part, total }
     }
 
     /// The places of one split's partial results of a task of one row.
@@ -196,6 +199,7 @@ pub(super) fn attend(
         partial_len,
         coded_len,
         weights_len,
+        packed_len: len(sizes.packed_len()),
         sizes,
     };
     let deal = Deal::new(job, &sizes);
@@ -249,6 +253,7 @@ fn whole_tasks(
             scores: scratch.scores,
             weights: scratch.weights,
             row_scales: scratch.row_scales,
+            packed: scratch.packed,
             parts: parts.reborrow(),
         });
         for head in 0..task.kv_heads as usize {
@@ -295,6 +300,7 @@ fn one_split(
         scores: scratch.scores,
         weights: scratch.weights,
         row_scales: scratch.row_scales,
+        packed: scratch.packed,
         parts,
     });
 }

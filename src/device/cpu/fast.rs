@@ -13,71 +13,190 @@
 //! So the result is the same, bit for bit, for every cache mode, block size, batch, number of
 //! rows at once and number of threads (P5).
 
+use std::marker::PhantomData;
+
 use super::exp::exp;
-use super::lanes::{Element, Isa, WIDTH};
+use super::lanes::{Element, Isa, Line, WIDTH};
+use super::portion::Portion;
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
-use super::tile::{TILE, Tile, TileRow, Vectors, mask};
+use super::tile::{Ahead, Keys, TILE, Tile, TileRow, Vectors, mask};
 use super::values::{all_values, passes};
 use crate::plan::{Kv, TILE_TOKENS};
 
-/// Computes one split; the kernels are instances of this.
+/// How q·k and the weighted values of a tile are computed.
+pub(super) trait Products: Copy {
+    /// What else is computed with.
+    type Isa: Isa;
+    /// Whether all heads' scores come before their values where several KV heads lie in a block,
+    /// so that both are read as one run. What is computed on for longer than it is read gains
+    /// nothing from that, and loses.
+    const IN_RUNS: bool;
+
+    /// The instructions.
+    fn isa(self) -> Self::Isa;
+    /// The queries in the form that `scores` takes, and how many lines there are for a KV head.
+    /// `q`: `[kv_heads, heads, padded_dim]`; `coded`: as [`Split::coded`]
+    fn queries<'b>(
+        self,
+        task: &Task<'_>,
+        q: &'b [f32],
+        coded: &'b mut [f32],
+    ) -> (&'b [Line], usize);
+    /// q·k of all heads with some quads of the tile, in two ranges: what is computed for keys that
+    /// are not seen means nothing.
+    fn scores(
+        self,
+        tile: &Tile<'_>,
+        quads: [Keys; 2],
+        ahead: &mut impl Ahead,
+        q: &[Line],
+        lines: usize,
+        scores: &mut [TileRow],
+    );
+    /// Adds the weighted values of a tile to the accumulators of all heads. `memory`: as
+    /// [`Split::weights`]
+    fn values(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        ahead: &mut impl Ahead,
+        weights: &[TileRow],
+        memory: &mut [Line],
+        acc: &mut [Line],
+    );
+    /// How often the first heads go over the tile's values.
+    fn passes(self, tile: &Tile<'_>, heads: usize) -> usize;
+    /// What is left to do with a split's accumulators.
+    #[inline(always)]
+    fn finish(self, _acc: &mut [Line]) {}
+}
+
+/// Products in f32 lanes.
+#[derive(Debug)]
+struct Lanes<I, E>(I, PhantomData<E>);
+
+impl<I: Copy, E> Clone for Lanes<I, E> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<I: Copy, E> Copy for Lanes<I, E> {}
+
+impl<I: Isa, E: Element> Products for Lanes<I, E> {
+    type Isa = I;
+    const IN_RUNS: bool = E::BYTES > 1;
+
+    #[inline(always)]
+    fn isa(self) -> I {
+        self.0
+    }
+
+    #[inline(always)]
+    fn queries<'b>(self, task: &Task<'_>, q: &'b [f32], _: &'b mut [f32]) -> (&'b [Line], usize) {
+        (q.as_chunks().0, task.heads() * task.padded_dim / WIDTH)
+    }
+
+    #[inline(always)]
+    fn scores(
+        self,
+        tile: &Tile<'_>,
+        quads: [Keys; 2],
+        ahead: &mut impl Ahead,
+        q: &[Line],
+        lines: usize,
+        scores: &mut [TileRow],
+    ) {
+        all_scores::<I, E>(self.0, tile, quads, ahead, q, lines / scores.len(), scores);
+    }
+
+    #[inline(always)]
+    fn values(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        ahead: &mut impl Ahead,
+        weights: &[TileRow],
+        _memory: &mut [Line],
+        acc: &mut [Line],
+    ) {
+        all_values::<I, E>(self.0, task, tile, ahead, weights, acc);
+    }
+
+    #[inline(always)]
+    fn passes(self, tile: &Tile<'_>, heads: usize) -> usize {
+        passes::<I, E>(tile, heads)
+    }
+}
+
+/// Computes one split in f32 lanes; most kernels are instances of this.
 #[inline(always)]
 pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
+    split_with(Lanes::<I, E>(isa, PhantomData), work);
+}
+
+/// Computes one split.
+#[inline(always)]
+pub(super) fn split_with<P: Products>(products: P, work: &mut Split<'_, '_>) {
     // One KV head alone is a single run, or one of many rows, which compute for longer than they
     // read. Few registers leave no room for a piece's place.
-    if I::WIDE && work.task.kv_heads > 1 {
-        // One byte an element is computed on for longer than it is read; the order in which it
-        // lies gains nothing there, and costs.
-        if E::BYTES > 1 {
-            split_in_runs::<I, E>(isa, work);
+    if P::Isa::WIDE && work.task.kv_heads > 1 {
+        if P::IN_RUNS {
+            split_in_runs(products, work);
         } else {
-            split_at_pace::<I, E, true>(isa, work);
+            split_at_pace::<P, true>(products, work);
         }
     } else {
-        split_at_pace::<I, E, false>(isa, work);
+        split_at_pace::<P, false>(products, work);
+    }
+    for kv_head in 0..work.task.kv_heads as usize {
+        products.finish(work.parts.of(kv_head).acc.as_chunks_mut().0);
     }
 }
 
 /// Computes one split; with `SPREAD`, memory is asked for a little at a time.
 #[inline(always)]
-fn split_at_pace<I: Isa, E: Element, const SPREAD: bool>(isa: I, work: &mut Split<'_, '_>) {
+fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<'_, '_>) {
     let task = work.task;
-    let lines = task.padded_dim / WIDTH;
-    let q = work.q.as_chunks::<WIDTH>().0;
+    let isa = products.isa();
+    let (q, lines) = products.queries(task, work.q, work.coded);
     let scores = &mut work.scores.as_chunks_mut::<TILE>().0[..task.heads()];
+    let memory = work.weights.as_chunks_mut().0;
     let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
         return;
     };
-    let per_head = task.heads() * lines;
+    let all = Portion::all(task);
     work.parts.clear();
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.advance(task) {
         let (tile, kv_head) = (&steps.tile, steps.kv_head);
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
-        let q = &q[kv_head * per_head..];
+        let q = &q[kv_head * lines..][..lines];
         let mut ahead = steps.values_ahead::<SPREAD>();
-        all_scores::<I, E>(isa, tile, tile.quads(), &mut ahead, q, lines, scores);
-        all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
+        products.scores(tile, tile.quads(), &mut ahead, q, lines, scores);
+        isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-        let mut ahead = steps.keys_ahead::<I, SPREAD>(isa, passes::<I, E>(tile, task.heads()));
-        all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
+        let mut ahead = steps.keys_ahead::<_, SPREAD>(isa, products.passes(tile, task.heads()));
+        products.values(task, tile, &mut ahead, scores, memory, acc);
     }
 }
 
 /// Computes one split of several KV heads whose vectors lie in blocks, nearly in the order in which
 /// they lie there: all heads' scores of a tile, block by block, and then their values.
 #[inline(always)]
-fn split_in_runs<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
+fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     let task = work.task;
-    let lines = task.padded_dim / WIDTH;
-    let q = work.q.as_chunks::<WIDTH>().0;
+    let isa = products.isa();
+    let (q, lines) = products.queries(task, work.q, work.coded);
     let heads = task.heads();
     let scores = work.scores.as_chunks_mut::<TILE>().0;
+    let memory = work.weights.as_chunks_mut().0;
     let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
         return;
     };
+    let all = Portion::all(task);
     work.parts.clear();
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.next_tile(task) {
@@ -86,22 +205,22 @@ fn split_in_runs<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
             for kv_head in 0..task.kv_heads as usize {
                 steps.tile.turn_to(kv_head);
                 let mut ahead = steps.tile.ahead_in_runs::<true>(run, kv_head);
-                let q = &q[kv_head * heads * lines..];
+                let q = &q[kv_head * lines..][..lines];
                 let scores = &mut scores[kv_head * heads..][..heads];
-                all_scores::<I, E>(isa, &steps.tile, quads, &mut ahead, q, lines, scores);
+                products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
             }
         }
-        let passes = passes::<I, E>(&steps.tile, heads);
+        let passes = products.passes(&steps.tile, heads);
         steps.tile.row_scales(task, k_scales, v_scales);
         for kv_head in 0..task.kv_heads as usize {
             steps.tile.turn_to(kv_head);
             let tile = &steps.tile;
             let scores = &mut scores[kv_head * heads..][..heads];
             let mut part = work.parts.of(kv_head);
-            all_weights(isa, task, tile, k_scales, v_scales, scores, &mut part);
+            isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
             let acc = part.acc.as_chunks_mut::<WIDTH>().0;
             let mut ahead = steps.values_ahead_in_runs(kv_head, passes);
-            all_values::<I, E>(isa, task, tile, &mut ahead, scores, acc);
+            products.values(task, tile, &mut ahead, scores, memory, acc);
         }
     }
 }
@@ -179,6 +298,13 @@ impl<'a> Steps<'a> {
         }
     }
 
+    /// The next tile's keys and values, of the task's only KV head; asks for its scales right away.
+    #[inline(always)]
+    pub(super) fn next_ahead<I: Isa>(&self, isa: I) -> [Vectors<'a, false>; 2] {
+        self.next.prefetch_scales(isa, 0);
+        [self.next.ahead(Kv::K, 0, 1), self.next.ahead(Kv::V, 0, 1)]
+    }
+
     /// What to ask for while the scores are computed: the step's values.
     pub(super) fn values_ahead<const SPREAD: bool>(&self) -> Vectors<'a, SPREAD> {
         self.tile.ahead(Kv::V, self.kv_head, 1)
@@ -202,35 +328,31 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// Turns a tile's products q·k into weights, for all heads, and brings the running state up to
-/// date.
+/// [`Isa::all_weights`].
 #[inline(always)]
 pub(super) fn all_weights<I: Isa>(
     isa: I,
     task: &Task<'_>,
     tile: &Tile<'_>,
-    k_scales: &TileRow,
-    v_scales: &TileRow,
+    portion: Portion,
+    [k_scales, v_scales]: [&TileRow; 2],
     scores: &mut [TileRow],
     part: &mut Partial<'_>,
 ) {
-    for row in 0..task.rows {
-        let seen = tile.seen_by(task, row);
-        let heads = row * task.group..(row + 1) * task.group;
-        for scores in &mut scores[heads] {
-            mask(scores, seen);
-        }
-    }
     let lines = task.padded_dim / WIDTH;
     let acc = part.acc.as_chunks_mut().0;
     // Step by step for a few heads at once: each step of one head waits for the one before.
-    let mut first = 0;
-    while first < scores.len() {
-        let some = scores.len().min(first + ABREAST) - first;
-        let scores = &mut scores[first..first + some];
+    for (i, scores) in scores.chunks_mut(ABREAST).enumerate() {
+        let first = portion.first * task.group + i * ABREAST;
         let mut maxima = [f32::NEG_INFINITY; ABREAST];
-        for (scores, max) in scores.iter_mut().zip(&mut maxima) {
+        for (i, (scores, max)) in scores.iter_mut().zip(&mut maxima).enumerate() {
             *max = isa.scale_scores(scores, k_scales, task.softmax_scale);
+            let row = (first + i) / task.group;
+            if !tile.all_seen_by(task, row) {
+                // Not before: a scale of 0 would make NaN of -∞.
+                mask(scores, tile.seen_by(task, row));
+                *max = largest(scores);
+            }
         }
         let mut sums = [0.0; ABREAST];
         for (i, scores) in scores.iter_mut().enumerate() {
@@ -239,7 +361,7 @@ pub(super) fn all_weights<I: Isa>(
             maxima[i] = if maxima[i] > max { maxima[i] } else { max };
             sums[i] = isa.exp_scores(scores, v_scales, finite_base(maxima[i]));
         }
-        for i in 0..some {
+        for i in 0..scores.len() {
             let g = first + i;
             let keep = exp_of::<I>(part.max[g] - finite_base(maxima[i]));
             part.max[g] = maxima[i];
@@ -252,8 +374,20 @@ pub(super) fn all_weights<I: Isa>(
                 }
             }
         }
-        first += some;
     }
+}
+
+/// The largest score; NaN is passed over.
+#[inline(always)]
+pub(super) fn largest(scores: &TileRow) -> f32 {
+    let mut maxima = [f32::NEG_INFINITY; WIDTH];
+    for line in scores.as_chunks::<WIDTH>().0 {
+        for (max, score) in maxima.iter_mut().zip(line) {
+            *max = if score > max { *score } else { *max };
+        }
+    }
+    let larger = |a, b| if b > a { b } else { a };
+    maxima.into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
 /// Heads whose scores become weights side by side.

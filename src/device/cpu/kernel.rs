@@ -9,6 +9,8 @@ use std::fmt;
 
 use super::super::AppendCounts;
 use super::append::{AppendItem, AppendJob, store_item};
+#[cfg(target_arch = "x86_64")]
+use super::bf16::Bf16;
 use super::fast::split;
 use super::lanes::{ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Portable};
 use super::task::Split;
@@ -100,13 +102,22 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
             None => Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: Avx2::NEEDS }),
         },
         #[cfg(target_arch = "x86_64")]
-        // VNNI where the CPU has it: it changes INT8 alone.
-        KernelChoice::Avx512 => match (Vnni::detect(), Avx512::detect()) {
-            (Some(kernel), _) => Ok(Chosen::Fast(Box::new(kernel))),
-            (None, Some(kernel)) => Ok(Chosen::Fast(Box::new(kernel))),
-            (None, None) => {
+        // BF16 and VNNI where the CPU has them: they change bfloat16 and INT8 alone.
+        KernelChoice::Avx512 => match (Bf16::<2>::detect(), Vnni::detect(), Avx512::detect()) {
+            (Some(kernel), _, _) => Ok(Chosen::Fast(Box::new(kernel))),
+            (_, Some(kernel), _) => Ok(Chosen::Fast(Box::new(kernel))),
+            (_, _, Some(kernel)) => Ok(Chosen::Fast(Box::new(kernel))),
+            (None, None, None) => {
                 Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: Avx512::NEEDS })
             }
+        },
+        #[cfg(target_arch = "x86_64")]
+        KernelChoice::Avx512Bf16 => match Bf16::<1>::detect() {
+            Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
+            None => Err(DeviceError::KernelUnsupported {
+                kernel: "avx512-bf16",
+                needs: Bf16::<1>::NEEDS,
+            }),
         },
         #[cfg(not(target_arch = "x86_64"))]
         KernelChoice::Avx2 => {
@@ -116,5 +127,10 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
         KernelChoice::Avx512 => {
             Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: "an x86-64 processor" })
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        KernelChoice::Avx512Bf16 => Err(DeviceError::KernelUnsupported {
+            kernel: "avx512-bf16",
+            needs: "an x86-64 processor",
+        }),
     }
 }

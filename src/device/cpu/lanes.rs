@@ -10,8 +10,10 @@ use super::super::AppendCounts;
 use super::super::convert::{Source, bf16_to_f32, f16_to_f32};
 use super::super::quant::quantize_shared;
 use super::append::Stores;
-use super::fast::exp_of;
-use super::tile::TileRow;
+use super::fast::{all_weights, exp_of};
+use super::portion::Portion;
+use super::task::{Partial, Task};
+use super::tile::{Tile, TileRow};
 use crate::plan::{E8M8, LANES};
 
 /// Lanes as a length.
@@ -58,6 +60,20 @@ pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
             }
         }
         sums
+    }
+    /// Turns a tile's products q·k into weights, for all heads of some rows, and brings the running
+    /// state up to date. `scores`: of these heads; `part`: of all of the task's
+    #[inline(always)]
+    fn all_weights(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        portion: Portion,
+        scales: [&TileRow; 2],
+        scores: &mut [TileRow],
+        part: &mut Partial<'_>,
+    ) {
+        all_weights(self, task, tile, portion, scales, scores, part);
     }
     /// Scales a tile's products q·k, and gives the largest; NaN is passed over.
     #[inline(always)]

@@ -7,6 +7,10 @@
 
 mod append;
 mod attend;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
+#[cfg(target_arch = "x86_64")]
+mod bf16_tile;
 mod disjoint;
 mod exp;
 mod fast;
@@ -15,7 +19,10 @@ mod job;
 mod kernel;
 mod lanes;
 mod memory;
+#[cfg(target_arch = "x86_64")]
+mod packed;
 mod places;
+mod portion;
 mod reference;
 mod rope;
 mod scores;
@@ -28,13 +35,19 @@ mod values;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 #[cfg(target_arch = "x86_64")]
+mod vnni_tile;
+#[cfg(target_arch = "x86_64")]
 mod vnni_values;
+#[cfg(target_arch = "x86_64")]
+mod wide_tile;
 mod workers;
 mod workspace;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 #[cfg(target_arch = "x86_64")]
 mod x86_store;
+#[cfg(target_arch = "x86_64")]
+mod x86_weights;
 
 pub use memory::available_memory;
 

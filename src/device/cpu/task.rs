@@ -196,6 +196,8 @@ pub(super) struct Split<'a, 'b> {
     pub(super) weights: &'b mut [f32],
     /// For the scales of a tile's K vectors, and of its V vectors. `[2, TILE_TOKENS]`
     pub(super) row_scales: &'b mut [f32],
+    /// For a tile's K vectors, then its V vectors, in another form. `[CpuWorkspace::packed_len]`
+    pub(super) packed: &'b mut [f32],
     /// Where the result goes; whatever it held is lost. `[kv_heads, partial_len]`
     pub(super) parts: Parts<'b>,
 }

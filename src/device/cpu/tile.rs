@@ -159,6 +159,12 @@ impl<'a> Tile<'a> {
         task.seen_by(row).map(|range| keys(range, self.start, end))
     }
 
+    /// Whether a row sees all keys that a tile can have.
+    #[inline(always)]
+    pub(super) fn all_seen_by(&self, task: &Task<'_>, row: usize) -> bool {
+        self.seen_by(task, row)[1] == (0, TILE)
+    }
+
     /// The runs of the tile: its blocks, or all of it.
     pub(super) fn runs(&self) -> usize {
         QUADS / self.run_quads

@@ -16,10 +16,13 @@
 
 use std::arch::x86_64::*;
 
-use super::fast::{Steps, all_weights};
-use super::lanes::{Line, WIDTH};
+use super::fast::Steps;
+use super::lanes::{Isa, Line, WIDTH};
+use super::packed::MANY_HEADS;
+use super::portion::Portion;
 use super::task::{Split, Task};
 use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
+use super::vnni_tile::split_many;
 use super::vnni_values::{all_values, encode_weights};
 use super::x86::Avx512;
 use crate::plan::{GroupLayout, SCALE_GROUP};
@@ -49,7 +52,7 @@ impl Vnni {
 }
 
 /// Elements of a vector, at most: 512 · 32512 · 127 is below 2³¹.
-const MAX_DIM: usize = 512;
+pub(super) const MAX_DIM: usize = 512;
 
 /// Elements of a group, and of the part of a vector whose values are added up at once.
 pub(super) const GROUP: usize = SCALE_GROUP as usize;
@@ -61,7 +64,7 @@ const Q_MAX: f32 = 32512.0;
 const Q_TINY: f32 = 1e-30;
 
 /// A scale for each group and key.
-type GroupScales = [TileRow; MAX_DIM / GROUP];
+pub(super) type GroupScales = [TileRow; MAX_DIM / GROUP];
 
 /// How queries lie in a block of heads: a line holds the same `64 / W` elements of `W` heads.
 struct Blocks {
@@ -95,6 +98,7 @@ impl Blocks {
 pub(super) fn split<const GROUPED: bool>(isa: Vnni, work: &mut Split<'_, '_>) {
     let dim = work.task.padded_dim;
     match work.task.heads() {
+        MANY_HEADS.. if work.task.kv_heads == 1 => split_many::<GROUPED>(isa, work),
         1 if !GROUPED && dim.is_multiple_of(64) => split_at_pace::<GROUPED, 1, 64>(isa, work),
         1 | 2 => split_at_pace::<GROUPED, 2, 32>(isa, work),
         _ => split_at_pace::<GROUPED, 4, 16>(isa, work),
@@ -141,6 +145,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
         encode_queries::<GROUPED, W>(&blocks, task, q, coded);
     }
     let mut group_scales: GroupScales = [[1.0; TILE]; MAX_DIM / GROUP];
+    let all = Portion::all(task);
     work.parts.clear();
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.advance(task) {
@@ -164,7 +169,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
                 scores,
             );
         }
-        all_weights(isa.0, task, tile, k_scales, v_scales, scores, &mut part);
+        isa.0.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
         if GROUPED {
             read_group_scales(tile, true, &mut group_scales[..blocks.groups]);
         }
@@ -173,7 +178,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
         for (part, scales) in group_scales[..dim / GROUP].iter().enumerate() {
             if GROUPED || part == 0 {
                 let scales = if GROUPED { Some(scales) } else { None };
-                encode_weights(scores, scales, weights, weight_scales);
+                encode_weights(isa, scores, scales, weights, weight_scales);
             }
             all_values(isa, tile, &mut ahead, part, weights, weight_scales, lines, acc);
         }
@@ -184,7 +189,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
 /// of keys that are not are scales of other keys, or 1.)
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline]
-fn read_group_scales(tile: &Tile<'_>, of_v: bool, out: &mut [TileRow]) {
+pub(super) fn read_group_scales(tile: &Tile<'_>, of_v: bool, out: &mut [TileRow]) {
     for (from, to) in tile.seen {
         let mut key = from;
         while key < to {
@@ -258,15 +263,14 @@ fn encode_queries<const GROUPED: bool, const W: usize>(
 /// a query that is not finite, whose scores are to be NaN.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline]
-fn query_scale(q: &[Line]) -> (f32, f32) {
-    let mut largest = 0_u32;
+pub(super) fn query_scale(q: &[Line]) -> (f32, f32) {
+    let mut largest = _mm512_setzero_si512();
     for line in q {
-        for x in line {
-            // Magnitudes are ordered as their bits are, NaN and infinity above all others.
-            largest = largest.max(x.to_bits() & 0x7FFF_FFFF);
-        }
+        // Magnitudes are ordered as their bits are, NaN and infinity above all others.
+        let x = _mm512_and_si512(load_integers(line), _mm512_set1_epi32(0x7FFF_FFFF));
+        largest = _mm512_max_epi32(largest, x);
     }
-    let largest = f32::from_bits(largest);
+    let largest = f32::from_bits(_mm512_reduce_max_epi32(largest).cast_unsigned());
     if !largest.is_finite() {
         (0.0, f32::NAN)
     } else if largest < Q_TINY {
@@ -279,7 +283,7 @@ fn query_scale(q: &[Line]) -> (f32, f32) {
 /// Stores the low byte of each of 16 integers in four numbers of a line.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline]
-pub(super) fn store_bytes(v: __m512i, line: &mut Line, at: usize) {
+fn store_bytes(v: __m512i, line: &mut Line, at: usize) {
     let to = &mut line[at..at + 4];
     let bytes = _mm512_cvtepi32_epi8(v);
     // SAFETY: four f32 are 16 bytes, and the store asks for no alignment.

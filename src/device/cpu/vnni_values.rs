@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::lanes::{Line, WIDTH};
 use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
-use super::vnni::{GROUP, Vnni, store_bytes};
+use super::vnni::{GROUP, Vnni};
 
 /// The largest integer of a weight.
 const W_MAX: f32 = 65535.0;
@@ -15,36 +15,73 @@ const W_MAX: f32 = 65535.0;
 #[target_feature(enable = "avx512vnni,avx512vbmi")]
 #[inline]
 pub(super) fn encode_weights(
+    isa: Vnni,
     rows: &[TileRow],
     scales: Option<&TileRow>,
     weights: &mut [Line],
     units: &mut [f32],
 ) {
-    let pairs = weights.as_chunks_mut::<2>().0.iter_mut();
-    for ((row, [high, low]), unit) in rows.iter().zip(pairs).zip(units) {
-        let mut w = [_mm512_setzero_ps(); TILE / WIDTH];
-        let mut largest = _mm512_setzero_ps();
-        for (i, line) in row.as_chunks::<WIDTH>().0.iter().enumerate() {
-            // SAFETY: a `Line` is 64 bytes, and the load asks for no alignment.
-            w[i] = unsafe { _mm512_loadu_ps(line.as_ptr()) };
-            if let Some(scales) = scales {
-                let scales = &scales[i * WIDTH..][..WIDTH];
-                // SAFETY: sixteen f32 are 64 bytes, and the load asks for no alignment.
-                w[i] = _mm512_mul_ps(w[i], unsafe { _mm512_loadu_ps(scales.as_ptr()) });
+    // SAFETY: the table is 64 bytes, and the load asks for no alignment.
+    let order = unsafe { _mm512_loadu_si512(TWO_BYTES.as_ptr().cast()) };
+    let pairs = weights.as_chunks_mut::<2>().0;
+    for ((rows, pairs), units) in rows.chunks(4).zip(pairs.chunks_mut(4)).zip(units.chunks_mut(4)) {
+        let mut w = [[_mm512_setzero_ps(); TILE / WIDTH]; 4];
+        let mut largest = [_mm512_setzero_ps(); 4];
+        for ((w, row), largest) in w.iter_mut().zip(rows).zip(&mut largest) {
+            for (i, line) in row.as_chunks::<WIDTH>().0.iter().enumerate() {
+                // SAFETY: a `Line` is 64 bytes, and the load asks for no alignment.
+                w[i] = unsafe { _mm512_loadu_ps(line.as_ptr()) };
+                if let Some(scales) = scales {
+                    let scales = &scales[i * WIDTH..][..WIDTH];
+                    // SAFETY: sixteen f32 are 64 bytes, and the load asks for no alignment.
+                    w[i] = _mm512_mul_ps(w[i], unsafe { _mm512_loadu_ps(scales.as_ptr()) });
+                }
+                *largest = _mm512_max_ps(*largest, w[i]);
             }
-            largest = _mm512_max_ps(largest, w[i]);
         }
-        let largest = _mm512_reduce_max_ps(largest);
+        let largest = isa.plain().max_four(largest);
         // Weights so small that their reciprocal is infinite add nothing.
-        let to_integers = if largest > f32::MIN_POSITIVE * W_MAX { W_MAX / largest } else { 0.0 };
-        *unit = largest / W_MAX;
-        for (i, w) in w.into_iter().enumerate() {
-            let w = _mm512_cvtps_epi32(_mm512_mul_ps(w, _mm512_set1_ps(to_integers)));
-            store_bytes(_mm512_srli_epi32::<8>(w), high, i * 4);
-            store_bytes(w, low, i * 4);
+        let enough = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(f32::MIN_POSITIVE * W_MAX));
+        let to_integers = _mm_maskz_div_ps(enough, _mm_set1_ps(W_MAX), largest);
+        let (mut factors, mut ones) = ([0.0; 4], [0.0; 4]);
+        // SAFETY: four f32 are 16 bytes, and the stores ask for no alignment.
+        unsafe {
+            _mm_storeu_ps(factors.as_mut_ptr(), to_integers);
+            _mm_storeu_ps(ones.as_mut_ptr(), _mm_div_ps(largest, _mm_set1_ps(W_MAX)));
+        }
+        units.copy_from_slice(&ones[..units.len()]);
+        for ((w, [high, low]), factor) in w.iter_mut().zip(pairs).zip(factors) {
+            let mut integers = [_mm512_setzero_si512(); TILE / WIDTH];
+            for (integers, w) in integers.iter_mut().zip(w) {
+                *integers = _mm512_cvtps_epi32(_mm512_mul_ps(*w, _mm512_set1_ps(factor)));
+            }
+            // The low bytes of 32 keys, and then the high ones.
+            let first = _mm512_permutex2var_epi8(integers[0], order, integers[1]);
+            let second = _mm512_permutex2var_epi8(integers[2], order, integers[3]);
+            // SAFETY: a `Line` is 64 bytes, and the stores ask for no alignment.
+            unsafe {
+                let lows = _mm512_shuffle_i64x2::<0x44>(first, second);
+                _mm512_storeu_si512(low.as_mut_ptr().cast(), lows);
+                let highs = _mm512_shuffle_i64x2::<0xEE>(first, second);
+                _mm512_storeu_si512(high.as_mut_ptr().cast(), highs);
+            }
         }
     }
 }
+
+/// Of 32 integers in two vectors: the lowest bytes, then the second ones.
+static TWO_BYTES: [u8; 64] = {
+    let mut at = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        // Bit 6 chooses the second vector.
+        #[expect(clippy::cast_possible_truncation, reason = "below 128")]
+        let byte = (i % 32 * 4 + i / 32) as u8;
+        at[i] = byte;
+        i += 1;
+    }
+    at
+};
 
 /// For the 32 elements of a part and four keys `[2 keys, 32 elements]` in each of two vectors:
 /// which bytes make 16 lanes of four keys. The second 16 elements' are 16 further.
@@ -108,9 +145,7 @@ fn values_of<const G: usize>(
     lines: usize,
     acc: &mut [Line],
 ) {
-    // SAFETY: the table is 64 bytes, and the load asks for no alignment.
-    let first = unsafe { _mm512_loadu_si512(INTERLEAVE.as_ptr().cast()) };
-    let second = _mm512_add_epi8(first, _mm512_set1_epi8(16));
+    let order = interleave();
     let weights = &weights.as_chunks::<2>().0[..G];
     let mut high = [[_mm512_setzero_si512(); 2]; G];
     let mut low = high;
@@ -122,10 +157,7 @@ fn values_of<const G: usize>(
             {
                 prefetch(isa.plain(), piece, QUAD * GROUP);
             }
-            let ab = load_two(tile.v(key), tile.v(key + 1), part);
-            let cd = load_two(tile.v(key + 2), tile.v(key + 3), part);
-            let v =
-                [_mm512_permutex2var_epi8(ab, first, cd), _mm512_permutex2var_epi8(ab, second, cd)];
+            let v = four_keys(tile, key, part, order);
             for g in 0..G {
                 let [w_high, w_low] = &weights[g];
                 let w_high = _mm512_set1_epi32(w_high[quad].to_bits().cast_signed());
@@ -150,6 +182,30 @@ fn values_of<const G: usize>(
             unsafe { _mm512_storeu_ps(at, after) };
         }
     }
+}
+
+/// How to interleave, for [`four_keys`].
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+pub(super) fn interleave() -> [__m512i; 2] {
+    // SAFETY: the table is 64 bytes, and the load asks for no alignment.
+    let first = unsafe { _mm512_loadu_si512(INTERLEAVE.as_ptr().cast()) };
+    [first, _mm512_add_epi8(first, _mm512_set1_epi8(16))]
+}
+
+/// The 32 elements of a part of four keys' values, element by element: sixteen in each vector.
+#[target_feature(enable = "avx2,avx512f,avx512dq,avx512vbmi")]
+#[inline]
+pub(super) fn four_keys(
+    tile: &Tile<'_>,
+    key: usize,
+    part: usize,
+    order: [__m512i; 2],
+) -> [__m512i; 2] {
+    let ab = load_two(tile.v(key), tile.v(key + 1), part);
+    let cd = load_two(tile.v(key + 2), tile.v(key + 3), part);
+    let [first, second] = order;
+    [_mm512_permutex2var_epi8(ab, first, cd), _mm512_permutex2var_epi8(ab, second, cd)]
 }
 
 /// The 32 elements of a part of two vectors, one behind the other.

@@ -5,16 +5,21 @@ use std::arch::x86_64::*;
 use super::super::AppendCounts;
 use super::super::convert::Source;
 use super::append::{AppendItem, AppendJob, Stores, store_item};
+use super::bf16::Bf16;
+use super::bf16_tile::split_many;
 use super::exp::{LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, P, ROUND};
-use super::fast::split;
+use super::fast::{split, split_with};
 use super::kernel::Kernel;
 use super::lanes::{
     AT_ONCE, Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line,
     WIDTH,
 };
-use super::task::Split;
-use super::tile::TileRow;
+use super::packed::MANY_HEADS;
+use super::portion::Portion;
+use super::task::{Partial, Split, Task};
+use super::tile::{Tile, TileRow};
 use super::vnni::{self, Vnni};
+use super::wide_tile::split_wide;
 use crate::config::{Format, ScaleKind};
 use crate::plan::E8M8;
 
@@ -103,9 +108,10 @@ impl Avx512 {
 
     /// `exp::exp` in every lane, to the bit.
     #[inline(always)]
-    fn exp(self, x: __m512) -> __m512 {
-        let below = op!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(x, self.splat(LOWEST)));
-        let clamped = op!(_mm512_mask_mov_ps(x, below, self.splat(LOWEST)));
+    pub(super) fn exp(self, x: __m512) -> __m512 {
+        // NaN counts as not below, and is the operand that the maximum gives.
+        let above = op!(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, self.splat(LOWEST)));
+        let clamped = op!(_mm512_max_ps(self.splat(LOWEST), x));
         let shifted = self.fma(clamped, self.splat(LOG2_E), self.splat(ROUND));
         let n = op!(_mm512_sub_ps(shifted, self.splat(ROUND)));
         let r = self.fma(n, self.splat(-LN2_HIGH), clamped);
@@ -118,13 +124,12 @@ impl Avx512 {
         let y = op!(_mm512_add_ps(y, self.splat(1.0)));
         let power = op!(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted)));
         let power = op!(_mm512_add_epi32(power, _mm512_set1_epi32(127 << 23)));
-        let above = !below;
         op!(_mm512_maskz_mul_ps(above, y, _mm512_castsi512_ps(power)))
     }
 
     /// Of four vectors, lanes 8 apart and then 4: four lanes of each.
     #[inline(always)]
-    fn sums_four_apart(self, v: [__m512; 4]) -> __m512 {
+    pub(super) fn sums_four_apart(self, v: [__m512; 4]) -> __m512 {
         let low = op!(_mm512_shuffle_f32x4::<0x44>(v[0], v[1]));
         let high = op!(_mm512_shuffle_f32x4::<0xEE>(v[0], v[1]));
         let ab = op!(_mm512_add_ps(low, high));
@@ -265,6 +270,19 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
+    fn all_weights(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        portion: Portion,
+        [k_scales, v_scales]: [&TileRow; 2],
+        scores: &mut [TileRow],
+        part: &mut Partial<'_>,
+    ) {
+        self.weights(task, tile, portion, k_scales, v_scales, scores, part);
+    }
+
+    #[inline(always)]
     fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
         self.quantize_one(x, q, counts)
     }
@@ -299,33 +317,6 @@ impl Isa for Avx512 {
     fn prefetch_write(self, byte: *const u8) {
         // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(byte.cast()) };
-    }
-
-    #[inline(always)]
-    fn scale_scores(self, row: &mut TileRow, scales: &TileRow, scale: f32) -> f32 {
-        let scale = self.splat(scale);
-        let mut maxima = self.splat(f32::NEG_INFINITY);
-        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
-        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
-            let scores = self.mul(self.mul(self.load(line), self.load(scales)), scale);
-            // The second operand where one is NaN.
-            maxima = op!(_mm512_max_ps(scores, maxima));
-            self.store(scores, line);
-        }
-        op!(_mm512_reduce_max_ps(maxima))
-    }
-
-    #[inline(always)]
-    fn exp_scores(self, row: &mut TileRow, scales: &TileRow, base: f32) -> f32 {
-        let base = self.splat(base);
-        let mut sums = self.splat(0.0);
-        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
-        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
-            let weights = self.exp(op!(_mm512_sub_ps(self.load(line), base)));
-            sums = op!(_mm512_add_ps(sums, weights));
-            self.store(self.mul(weights, self.load(scales)), line);
-        }
-        self.sum(sums)
     }
 
     #[inline(always)]
@@ -382,10 +373,10 @@ impl Isa for Avx512 {
 }
 
 macro_rules! kernel {
-    ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident) => {
+    ($isa:ident, $name:literal, $features:literal, $split:ident, $with:expr, $store:ident) => {
         #[target_feature(enable = $features)]
         fn $split<E: Element>(isa: $isa, work: &mut Split<'_, '_>) {
-            split::<$isa, E>(isa, work);
+            $with(isa, work);
         }
 
         #[target_feature(enable = $features)]
@@ -443,11 +434,42 @@ impl Kernel for Vnni {
     }
 }
 
-kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, store_avx2);
+/// Computes one split over bfloat16.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx512vnni,avx512vbmi,avx512bf16")]
+fn split_bf16<const TERMS: usize>(isa: Bf16<TERMS>, work: &mut Split<'_, '_>) {
+    if work.task.kv_heads == 1 && work.task.heads() >= MANY_HEADS {
+        split_many(isa, work);
+    } else {
+        split_with(isa, work);
+    }
+}
+
+impl<const TERMS: usize> Kernel for Bf16<TERMS> {
+    fn name(&self) -> &'static str {
+        if TERMS == 1 { "avx512-bf16" } else { "avx512+vnni+bf16" }
+    }
+
+    fn split(&self, work: &mut Split<'_, '_>) {
+        let layout = work.task.view.layout;
+        if layout.format.element != Format::Bf16 || !Self::takes(layout) {
+            return self.plain().split(work);
+        }
+        // SAFETY: `self` exists only on a CPU that has the features (`detect`).
+        unsafe { split_bf16(*self, work) }
+    }
+
+    fn append(&self, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
+        self.plain().append(job, item)
+    }
+}
+
+kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, split::<Avx2, E>, store_avx2);
 kernel!(
     Avx512,
     "avx512",
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl",
     split_avx512,
+    split_wide::<E>,
     store_avx512
 );

@@ -286,6 +286,8 @@ fn what_is_allocated_is_what_the_plan_says() {
 fn the_best_kernel_is_chosen_and_named() {
     let names: Vec<&str> = kernels()
         .into_iter()
+        // Chosen only where it is asked for.
+        .filter(|kernel| *kernel != KernelChoice::Avx512Bf16)
         .map(|kernel| Rig::new(Params { kernel, ..Params::default() }).device.info().kernel)
         .collect();
     let auto = Rig::new(Params::default()).device.info();

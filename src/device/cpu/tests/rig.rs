@@ -308,7 +308,7 @@ impl Rig {
 
 /// The fast kernels that this CPU has.
 pub(super) fn kernels() -> Vec<KernelChoice> {
-    [KernelChoice::Portable, KernelChoice::Avx2, KernelChoice::Avx512]
+    [KernelChoice::Portable, KernelChoice::Avx2, KernelChoice::Avx512, KernelChoice::Avx512Bf16]
         .into_iter()
         .filter(|choice| kernel::choose(*choice).is_ok())
         .collect()
