@@ -251,9 +251,11 @@ fn encode_queries<const GROUPED: bool, const W: usize>(
             store_bytes(high, &mut bytes[chunk], at);
             store_bytes(low, &mut bytes[chunk + 1], at);
             let group = if GROUPED { i * WIDTH / GROUP } else { 0 };
-            let sum = 128 * _mm512_reduce_add_epi32(q);
+            // A query that is no number becomes the least integer: it is its scale that says so.
+            let sum = _mm512_reduce_add_epi32(q).wrapping_mul(128);
             for lane in &mut sums[group][first * 4..(first + per_chunk) * 4] {
-                *lane = f32::from_bits((lane.to_bits().cast_signed() + sum).cast_unsigned());
+                *lane =
+                    f32::from_bits(lane.to_bits().cast_signed().wrapping_add(sum).cast_unsigned());
             }
         }
     }
