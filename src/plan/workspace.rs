@@ -131,13 +131,13 @@ impl CpuWorkspace {
         Ok(terms.try_add(scales)?.get())
     }
 
-    /// f32 numbers that hold a tile's keys, and its values, rearranged and perhaps widened.
-    /// `[2, TILE_TOKENS, padded_dim]`
+    /// f32 numbers that hold a tile's keys, and its values, rearranged: two bytes an element at
+    /// most. `[2, TILE_TOKENS, padded_dim / 2]`
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn packed_len(&self) -> Result<u64, Overflow> {
-        Ok(Bytes(u64::from(2 * TILE_TOKENS)).try_mul(u64::from(self.padded_dim))?.get())
+        Ok(Bytes(u64::from(TILE_TOKENS)).try_mul(u64::from(self.padded_dim))?.get())
     }
 
     /// f32 numbers of one thread's scratch.

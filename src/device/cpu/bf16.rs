@@ -75,9 +75,10 @@ impl<const TERMS: usize> Bf16<TERMS> {
     /// `a · b + c`, of two neighbours each.
     #[inline(always)]
     pub(super) fn dot(self, a: __m512i, b: __m512i, c: __m512) -> __m512 {
-        // SAFETY: all three are 64 bytes of numbers, of which any bits will do.
-        let (a, b) =
-            unsafe { (transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b)) };
+        // SAFETY: both are 64 bytes of numbers, of which any bits will do.
+        let a = unsafe { transmute::<__m512i, __m512bh>(a) };
+        // SAFETY: as above.
+        let b = unsafe { transmute::<__m512i, __m512bh>(b) };
         op!(_mm512_dpbf16_ps(c, a, b))
     }
 

@@ -1,11 +1,6 @@
 //! bfloat16 with many query heads at once: the products of `bf16.rs`, in the same order, with the
 //! keys of a tile in lanes.
 
-#![expect(
-    clippy::needless_range_loop,
-    reason = "loops over constant bounds index register arrays; this is the form that unrolls"
-)]
-
 use std::arch::x86_64::*;
 
 use super::bf16::{Bf16, PAIRS, bits};
@@ -15,6 +10,7 @@ use super::packed::{ABREAST, Pair, pack_keys};
 use super::portion::Portion;
 use super::task::{Split, Task};
 use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
+use super::x86::{memory_op, op};
 
 /// Query heads whose queries lie side by side.
 const EIGHT: usize = 8;
@@ -232,18 +228,15 @@ fn pack_values<const TERMS: usize>(
     out: &mut [Pair],
 ) -> bool {
     let order = isa.order();
+    let exponent = op!(_mm512_set1_epi16(0x7F80));
     let mut special = 0_u32;
     for (part, out) in out.chunks_exact_mut(PAIRS).enumerate() {
         for (pair, out) in out.iter_mut().enumerate() {
             let v = isa.two_keys(tile, 2 * pair, part, seen, order);
             for (v, out) in v.into_iter().zip(out) {
-                // SAFETY: a `Line` is 64 bytes, and the store asks for no alignment; `isa` proves
-                // that the CPU has AVX-512 BW.
-                unsafe {
-                    let exponent = _mm512_set1_epi16(0x7F80);
-                    special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent);
-                    _mm512_storeu_si512(out.as_mut_ptr().cast(), v);
-                }
+                let exponents = op!(_mm512_and_si512(v, exponent));
+                special |= op!(_mm512_cmpeq_epi16_mask(exponents, exponent));
+                memory_op!(_mm512_storeu_si512(out.as_mut_ptr().cast(), v));
             }
         }
     }

@@ -38,8 +38,6 @@ mod vnni;
 mod vnni_tile;
 #[cfg(target_arch = "x86_64")]
 mod vnni_values;
-#[cfg(target_arch = "x86_64")]
-mod wide_tile;
 mod workers;
 mod workspace;
 #[cfg(target_arch = "x86_64")]

@@ -51,7 +51,7 @@ pub(super) fn pack_keys(tile: &Tile<'_>, flip: i32, out: &mut [Pair]) {
 /// Exchanges rows and columns of 16 × 16 words.
 #[target_feature(enable = "avx512f")]
 #[inline]
-pub(super) fn transpose(rows: &mut [__m512i; WIDTH]) {
+fn transpose(rows: &mut [__m512i; WIDTH]) {
     let mut other = [_mm512_setzero_si512(); WIDTH];
     for i in 0..WIDTH / 2 {
         other[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);

@@ -2,11 +2,6 @@
 //! lanes. The integers and their sums are the same, and so is what is done to them in f32, so the
 //! bits are, too; only the arrangement is another.
 
-#![expect(
-    clippy::needless_range_loop,
-    reason = "loops over constant bounds index register arrays; this is the form that unrolls"
-)]
-
 use std::arch::x86_64::*;
 
 use super::fast::Steps;
@@ -219,8 +214,9 @@ fn scores_of<const GROUPED: bool, const G: usize>(
         let unit = _mm512_set1_ps(coded[(g + 1) * form.len() - 1]);
         for j in 0..ABREAST {
             let to = &mut scores[g][first + j * WIDTH..][..WIDTH];
+            let total = _mm512_mul_ps(total[g][j], unit);
             // SAFETY: sixteen f32 are 64 bytes, and the store asks for no alignment.
-            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), _mm512_mul_ps(total[g][j], unit)) };
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), total) };
         }
     }
 }

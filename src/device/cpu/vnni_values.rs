@@ -44,11 +44,11 @@ pub(super) fn encode_weights(
         let enough = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(f32::MIN_POSITIVE * W_MAX));
         let to_integers = _mm_maskz_div_ps(enough, _mm_set1_ps(W_MAX), largest);
         let (mut factors, mut ones) = ([0.0; 4], [0.0; 4]);
-        // SAFETY: four f32 are 16 bytes, and the stores ask for no alignment.
-        unsafe {
-            _mm_storeu_ps(factors.as_mut_ptr(), to_integers);
-            _mm_storeu_ps(ones.as_mut_ptr(), _mm_div_ps(largest, _mm_set1_ps(W_MAX)));
-        }
+        let unit = _mm_div_ps(largest, _mm_set1_ps(W_MAX));
+        // SAFETY: four f32 are 16 bytes, and the store asks for no alignment.
+        unsafe { _mm_storeu_ps(factors.as_mut_ptr(), to_integers) };
+        // SAFETY: as above.
+        unsafe { _mm_storeu_ps(ones.as_mut_ptr(), unit) };
         units.copy_from_slice(&ones[..units.len()]);
         for ((w, [high, low]), factor) in w.iter_mut().zip(pairs).zip(factors) {
             let mut integers = [_mm512_setzero_si512(); TILE / WIDTH];
@@ -58,13 +58,12 @@ pub(super) fn encode_weights(
             // The low bytes of 32 keys, and then the high ones.
             let first = _mm512_permutex2var_epi8(integers[0], order, integers[1]);
             let second = _mm512_permutex2var_epi8(integers[2], order, integers[3]);
-            // SAFETY: a `Line` is 64 bytes, and the stores ask for no alignment.
-            unsafe {
-                let lows = _mm512_shuffle_i64x2::<0x44>(first, second);
-                _mm512_storeu_si512(low.as_mut_ptr().cast(), lows);
-                let highs = _mm512_shuffle_i64x2::<0xEE>(first, second);
-                _mm512_storeu_si512(high.as_mut_ptr().cast(), highs);
-            }
+            let lows = _mm512_shuffle_i64x2::<0x44>(first, second);
+            let highs = _mm512_shuffle_i64x2::<0xEE>(first, second);
+            // SAFETY: a `Line` is 64 bytes, and the store asks for no alignment.
+            unsafe { _mm512_storeu_si512(low.as_mut_ptr().cast(), lows) };
+            // SAFETY: as above.
+            unsafe { _mm512_storeu_si512(high.as_mut_ptr().cast(), highs) };
         }
     }
 }

@@ -19,7 +19,6 @@ use super::portion::Portion;
 use super::task::{Partial, Split, Task};
 use super::tile::{Tile, TileRow};
 use super::vnni::{self, Vnni};
-use super::wide_tile::split_wide;
 use crate::config::{Format, ScaleKind};
 use crate::plan::E8M8;
 
@@ -373,10 +372,10 @@ impl Isa for Avx512 {
 }
 
 macro_rules! kernel {
-    ($isa:ident, $name:literal, $features:literal, $split:ident, $with:expr, $store:ident) => {
+    ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident) => {
         #[target_feature(enable = $features)]
         fn $split<E: Element>(isa: $isa, work: &mut Split<'_, '_>) {
-            $with(isa, work);
+            split::<$isa, E>(isa, work);
         }
 
         #[target_feature(enable = $features)]
@@ -464,12 +463,11 @@ impl<const TERMS: usize> Kernel for Bf16<TERMS> {
     }
 }
 
-kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, split::<Avx2, E>, store_avx2);
+kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, store_avx2);
 kernel!(
     Avx512,
     "avx512",
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl",
     split_avx512,
-    split_wide::<E>,
     store_avx512
 );
