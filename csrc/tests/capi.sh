@@ -3,7 +3,8 @@
 # runs in `cargo test` runs here once more, slower and closer.
 #
 #   csrc/tests/capi.sh [FOLDER] [PART...]     FOLDER of the built libraries (default target/release);
-#                                             parts: abi asan valgrind tsan load packages (default: all)
+#                                             parts: abi asan valgrind tsan load packages readme
+#                                             (default: all)
 #
 # Needs a C and a C++ compiler (CC, CXX) and Python; without valgrind, cmake or pkg-config their part is
 # skipped, and that is printed.
@@ -12,7 +13,7 @@ cd "$(dirname "$0")/../.."
 library=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/release}")
 shift || true
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan load packages)
+[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan load packages readme)
 out=$(mktemp -d)
 service_pid=
 # The service that is running, if any, ends with the script.
@@ -151,6 +152,12 @@ part_packages() {
         $(pkg-config --static --libs-only-l kvpool | sed 's/-lkvpool//') -o "$user/by_pkg_config_static"
     "$user/by_pkg_config_static"
     (! ldd "$user/by_pkg_config_static" | grep libkvpool)
+}
+
+part_readme() {
+    step "README, From C++, literally, outside the repository"
+    command -v cmake > /dev/null && command -v pkg-config > /dev/null || { skip "cmake or pkg-config"; return; }
+    csrc/tests/readme.py "$library"
 }
 
 for part in "${parts[@]}"; do "part_$part"; done
