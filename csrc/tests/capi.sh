@@ -93,7 +93,8 @@ part_valgrind() {
     # valgrind knows no AVX-512: the library sees a processor without.
     for program in every_c every_cpp handles "pointers 20" "threads 50"; do
         echo "${program}:"
-        valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite \
+        valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
+            --errors-for-leak-kinds=definite \
             "$out/${program%% *}_plain" $([[ $program != *\ * ]] || echo "${program##* }")
     done
 }
