@@ -29,6 +29,18 @@ fn a_cpp_program_uses_every_function() {
 }
 
 #[test]
+fn the_cpp_layer_refuses_a_wrong_library_and_a_value_that_is_not_there() {
+    let sources = ["csrc/tests/capi/refusals.cpp"];
+    passes("refusals", &sources, &[], Linked::Shared);
+    let Some(program) = compile("refusals_abort", &sources, &[], Linked::Shared) else { return };
+    let output = Command::new(program).arg("abort").output().unwrap();
+    assert_eq!(output.status.code(), None, "it ends by a signal");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let begins = "kvpool: kvpool::Status::wrong_library: the program was compiled for ABI version";
+    assert!(said.starts_with(begins), "{said}");
+}
+
+#[test]
 fn a_cpp_program_is_linked_statically() {
     passes("every_function_static", &CPP_SOURCES, &[], Linked::Static);
     passes("every_function_c_static", &C_SOURCES, &[], Linked::Static);
