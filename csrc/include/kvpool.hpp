@@ -23,9 +23,9 @@
 // thread is in a verb. An owner that ends then leaves its object alive, and says so to the handler of
 // set_leak_handler, by default a line on stderr.
 //
-// Threads. As in kvpool.h, where "any" and "reader" are here the const functions of Cache and Sequence: they
-// may be called by every thread beside one verb, which are the others. An owner itself is an ordinary
-// object: not to be moved or ended by one thread while another uses it.
+// Threads. As in kvpool.h. Its "any" and "reader" are here the const functions of Cache and Sequence, which
+// every thread may call beside a verb; all others, those of Step included, are verbs, one at a time. An owner
+// itself is an ordinary object: not to be moved or ended by one thread while another uses it.
 //
 // Memory. Nothing here allocates but texts (std::string), Config::load and Config::parse, and begin_batch of
 // more than 64 sequences.
