@@ -5,9 +5,14 @@
 
 /// Each key, and what it expects. Indexes of lists are left out.
 const EXPECTED: &[(&str, &str)] = &[
-    ("model", "expected a table [model] with a preset, an hf_config, or the model's numbers"),
+    (
+        "model",
+        "expected a table [model] with a preset, an hf_config, a file, or the model's numbers",
+    ),
     ("model.preset", "expected the name of a built-in model, such as \"llama-3-8b\""),
     ("model.hf_config", "expected the path of a Hugging Face config.json, from this file's folder"),
+    ("model.file", "expected the path of a GGUF or llama2.c model, from this file's folder"),
+    ("model.tokenizer", "expected the path of a llama2.c tokenizer, from this file's folder"),
     ("model.num_layers", "expected a whole number from 1 to 4096"),
     ("model.num_q_heads", "expected a whole number from 1 to 1024, a multiple of num_kv_heads"),
     ("model.num_kv_heads", "expected a whole number from 1 to 1024 that divides num_q_heads"),

@@ -15,7 +15,7 @@ use crate::units::Bytes;
 use super::complaint::{Complaint, Refused, nearest};
 use super::locate::Origins;
 use super::overlay::describe;
-use super::{Config, Geometry, check, keys, locate, model, overlay, variant};
+use super::{Config, Geometry, ModelFile, check, keys, locate, model, overlay, variant};
 
 /// The largest configuration file. Real ones have a few kilobytes; what is larger is some other
 /// file, and is not worth parsing.
@@ -28,6 +28,8 @@ pub struct Source {
     pub config: Config,
     /// The model's geometry, whichever way the file names the model.
     pub geometry: Geometry,
+    /// What `model.file` says of its model, where it is given.
+    pub model_file: Option<ModelFile>,
     /// The file.
     pub path: PathBuf,
     origins: Origins,
@@ -83,18 +85,49 @@ pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Source, Co
         });
     }
     let located = |complaint| origins.locate(complaint);
-    let config = deserialize(table).map_err(located)?;
+    let mut config = deserialize(table).map_err(located)?;
     if let Some(workload) = &config.workload {
         workload.check(origins.is_given("workload.length_scale")).map_err(located)?;
     }
     let folder = path.parent().unwrap_or(Path::new(""));
-    let geometry = model::resolve(&config.model, folder).map_err(|refused| match refused {
-        Refused::Setting(complaint) => located(complaint),
-        Refused::Elsewhere(error) => error,
-    })?;
+    let (geometry, model_file) =
+        model::resolve(&config.model, folder).map_err(|refused| match refused {
+            Refused::Setting(complaint) => located(complaint),
+            Refused::Elsewhere(error) => error,
+        })?;
+    if let Some(file) = &model_file {
+        take_over(&mut config, file).map_err(located)?;
+    }
     check::check(&config, &geometry).map_err(located)?;
     check_variants(&config, &geometry).map_err(located)?;
-    Ok(Source { config, geometry, path: path.to_owned(), origins })
+    Ok(Source { config, geometry, model_file, path: path.to_owned(), origins })
+}
+
+/// Takes over from a model file what else it says: how K is rotated, unless a workload makes K up,
+/// and how long a sequence may be.
+fn take_over(config: &mut Config, file: &ModelFile) -> Result<(), Complaint> {
+    if config.limits.max_seq_len > file.context_len {
+        return Err(Complaint::with_help(
+            "limits.max_seq_len",
+            format!(
+                "is {}, and the model of model.file was trained on {} positions",
+                config.limits.max_seq_len, file.context_len
+            ),
+            format!("expected {} at most", file.context_len),
+        ));
+    }
+    match &config.rope {
+        Some(rope) if *rope != file.rope => Err(Complaint::with_help(
+            "rope",
+            "is not as the model of model.file rotates",
+            "remove [rope]; it is taken from the file",
+        )),
+        None if config.workload.is_none() => {
+            config.rope = Some(file.rope.clone());
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks what every variant runs with, as if it were a file of its own.

@@ -13,6 +13,7 @@ mod keys;
 mod load;
 mod locate;
 mod model;
+pub mod model_file;
 mod names;
 mod overlay;
 mod presets;
@@ -23,6 +24,7 @@ mod workload;
 pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, MIN_TOKENS_PER_BLOCK, contiguous_set, verify};
 pub use load::{Source, load, parse};
 pub use model::Geometry;
+pub use model_file::{Architecture, ModelFile, ModelFormat};
 pub use presets::{PRESETS, Preset};
 pub use rope::{RopeConfig, RopeScaling, RopeStyle};
 pub use variant::VariantConfig;
@@ -60,7 +62,8 @@ pub struct Config {
     pub variant: Vec<VariantConfig>,
 }
 
-/// `[model]`: exactly one of a preset, a Hugging Face `config.json`, or the numbers themselves.
+/// `[model]`: exactly one of a preset, a Hugging Face `config.json`, a file with the model's weights,
+/// or the numbers themselves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
@@ -70,6 +73,14 @@ pub struct ModelConfig {
     /// A Hugging Face `config.json`; a relative path starts from the folder of the TOML file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hf_config: Option<PathBuf>,
+    /// A file with the model's weights, GGUF or llama2.c's legacy export; a relative path starts from
+    /// the folder of the TOML file. It says how K is rotated, too, so that `[rope]` is not needed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
+    /// The tokenizer of a file of llama2.c's, which has none inside; a relative path starts from the
+    /// folder of the TOML file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
     /// Transformer layers that keep K and V.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub num_layers: Option<u32>,

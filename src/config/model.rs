@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::complaint::{Complaint, Refused, nearest};
 use super::presets::PRESETS;
-use super::{ModelConfig, hf};
+use super::{ModelConfig, ModelFile, ModelFormat, hf, model_file};
 
 /// What the cache has to know of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -99,16 +99,27 @@ pub(super) fn repeated(pattern: &[u32], num_layers: u32) -> Vec<u32> {
     pattern.iter().copied().cycle().take(num_layers as usize).collect()
 }
 
-/// The geometry of `[model]`. Relative paths start from `folder`.
-pub(super) fn resolve(model: &ModelConfig, folder: &Path) -> Result<Geometry, Refused> {
+/// The geometry of `[model]`, and what `model.file` says where it is given. Relative paths start
+/// from `folder`.
+pub(super) fn resolve(
+    model: &ModelConfig,
+    folder: &Path,
+) -> Result<(Geometry, Option<ModelFile>), Refused> {
     one_source(model)?;
+    let mut file = None;
     let geometry = if let Some(name) = &model.preset {
         preset(name, model.sink_tokens)?
     } else if let Some(path) = &model.hf_config {
         hf::read(&folder.join(path), model.sink_tokens)?
+    } else if let Some(path) = &model.file {
+        let found = model_file::resolve(&folder.join(path), model.sink_tokens)?;
+        let geometry = found.geometry.clone();
+        file = Some(found);
+        geometry
     } else {
         explicit(model)?
     };
+    check_tokenizer(model, file.as_ref())?;
     if geometry.sink_tokens > 0 && geometry.windows.iter().all(|window| *window == 0) {
         return Err(Complaint::with_help(
             "model.sink_tokens",
@@ -120,7 +131,27 @@ pub(super) fn resolve(model: &ModelConfig, folder: &Path) -> Result<Geometry, Re
         )
         .into());
     }
-    Ok(geometry)
+    Ok((geometry, file))
+}
+
+/// A tokenizer belongs to a model file that has none inside.
+fn check_tokenizer(model: &ModelConfig, file: Option<&ModelFile>) -> Result<(), Complaint> {
+    if model.tokenizer.is_none() {
+        return Ok(());
+    }
+    match file.map(|file| file.format) {
+        Some(ModelFormat::Llama2C) => Ok(()),
+        Some(ModelFormat::Gguf) => Err(Complaint::with_help(
+            "model.tokenizer",
+            "is given, and the GGUF file of model.file has a tokenizer inside",
+            "remove it",
+        )),
+        None => Err(Complaint::with_help(
+            "model.tokenizer",
+            "is given without model.file",
+            "remove it, or give model.file",
+        )),
+    }
 }
 
 /// Refuses a model that is described twice, or not at all.
@@ -132,23 +163,28 @@ fn one_source(model: &ModelConfig) -> Result<(), Complaint> {
         ("model.head_dim", model.head_dim.is_some()),
         ("model.attention_window", model.attention_window.is_some()),
     ];
-    let named = match (&model.preset, &model.hf_config) {
-        (Some(_), Some(_)) => {
+    let sources = [
+        ("model.preset", model.preset.is_some()),
+        ("model.hf_config", model.hf_config.is_some()),
+        ("model.file", model.file.is_some()),
+    ];
+    let mut given = sources.iter().filter(|(_, given)| *given).map(|(key, _)| *key);
+    let named = match (given.next(), given.next()) {
+        (Some(first), Some(second)) => {
             return Err(Complaint::with_help(
-                "model.hf_config",
-                "model.preset is given too, and each describes a whole model",
-                "keep one of model.preset and model.hf_config",
+                second,
+                format!("{first} is given too, and each describes a whole model"),
+                format!("keep one of {first} and {second}"),
             ));
         }
-        (Some(_), None) => "model.preset",
-        (None, Some(_)) => "model.hf_config",
-        (None, None) => {
+        (Some(named), None) => named,
+        (None, _) => {
             if numbers.iter().all(|(_, given)| !given) {
                 return Err(Complaint::with_help(
                     "model",
                     "names no model",
-                    "give model.preset, model.hf_config, or model.num_layers, num_q_heads, \
-                     num_kv_heads and head_dim",
+                    "give model.preset, model.hf_config, model.file, or model.num_layers, \
+                     num_q_heads, num_kv_heads and head_dim",
                 ));
             }
             return Ok(());
@@ -183,7 +219,7 @@ fn preset(name: &str, sink_tokens: u32) -> Result<Geometry, Complaint> {
 fn explicit(model: &ModelConfig) -> Result<Geometry, Complaint> {
     let needed = |number: Option<u32>, key: &str| {
         number.ok_or_else(|| {
-            Complaint::new(key, "is missing; a model without preset and hf_config needs it")
+            Complaint::new(key, "is missing; a model without preset, hf_config and file needs it")
         })
     };
     let num_layers = needed(model.num_layers, "model.num_layers")?;
@@ -239,7 +275,7 @@ mod tests {
             (Some(vec![1, 2, 3, 4, 0]), [1, 2, 3, 4, 0]),
         ] {
             let model = ModelConfig { attention_window: window, ..numbers() };
-            assert_eq!(resolve(&model, Path::new("")).unwrap().windows, windows);
+            assert_eq!(resolve(&model, Path::new("")).unwrap().0.windows, windows);
         }
         for window in [vec![], vec![1; 6]] {
             let model = ModelConfig { attention_window: Some(window), ..numbers() };
@@ -291,7 +327,7 @@ mod tests {
             sink_tokens: 4,
             ..ModelConfig::default()
         };
-        let geometry = resolve(&model, Path::new("")).unwrap();
+        let (geometry, _) = resolve(&model, Path::new("")).unwrap();
         assert_eq!((geometry.sink_tokens, geometry.q_heads_per_kv_head()), (4, 8));
     }
 }

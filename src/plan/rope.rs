@@ -43,14 +43,19 @@ impl Rope {
     /// The rotation of a checked configuration; `None` where it has none.
     pub(super) fn new(config: &Config, geometry: &Geometry) -> Option<Self> {
         let rope = config.rope.as_ref()?.resolved(&config.model);
+        Self::of(&rope, geometry, config.limits.max_seq_len)
+    }
+
+    /// The rotation of settings that were checked, for so many positions; `None` where they name no
+    /// base.
+    #[must_use]
+    pub fn of(rope: &RopeConfig, geometry: &Geometry, positions: u32) -> Option<Self> {
         let dims = rope.dims.unwrap_or(geometry.head_dim);
-        let theta = rope.theta?;
-        let mut tables = vec![table(theta, dims, rope.scaling.as_ref())];
+        let mut tables = vec![table(rope.theta?, dims, rope.scaling.as_ref())];
         if let Some(theta) = rope.window_theta {
             tables.push(table(theta, dims, None));
         }
-        let RopeConfig { style, .. } = rope;
-        Some(Self { style, dims, positions: config.limits.max_seq_len, tables })
+        Some(Self { style: rope.style, dims, positions, tables })
     }
 
     /// Which table a layer uses.

@@ -5,6 +5,7 @@ mod contradictions;
 mod files;
 mod mistakes;
 mod model;
+mod model_file;
 
 use std::path::Path;
 

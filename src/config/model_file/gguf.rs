@@ -1,0 +1,367 @@
+//! The header of a GGUF file: named values, and where each tensor lies.
+//!
+//! Numbers are little-endian. Lengths come from the file, so nothing is allocated for more than
+//! the file can hold.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+use super::super::{Geometry, RopeConfig, RopeScaling, RopeStyle};
+use super::{Architecture, ModelFile, ModelFormat};
+
+/// The first four bytes.
+pub const MAGIC: &[u8; 4] = b"GGUF";
+
+/// How deep lists of lists may be.
+const MAX_DEPTH: u32 = 4;
+
+/// A named value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A whole number, negative or not.
+    Int(i64),
+    /// A whole number of 64 bits.
+    Uint(u64),
+    /// A number with a fraction.
+    Float(f64),
+    /// Yes or no.
+    Bool(bool),
+    /// A text.
+    Text(String),
+    /// A list of values of one type.
+    List(Vec<Value>),
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Sizes, the one whose elements lie side by side first.
+    pub shape: Vec<u64>,
+    /// GGUF's number of its element type.
+    pub kind: u32,
+    /// Its first byte, from the beginning of the file.
+    pub offset: u64,
+}
+
+/// Everything before the tensors' bytes.
+#[derive(Clone, Debug)]
+pub struct Header {
+    /// By name.
+    pub values: BTreeMap<String, Value>,
+    /// By name.
+    pub tensors: BTreeMap<String, Tensor>,
+}
+
+/// Reads numbers and texts, and knows how much of the file is left.
+struct Reader<'a> {
+    from: &'a mut dyn Read,
+    read: u64,
+    file_bytes: u64,
+}
+
+impl Reader<'_> {
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        self.from.read_exact(&mut bytes).map_err(|error| error.to_string())?;
+        self.read += N as u64;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, String> {
+        self.bytes().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, String> {
+        self.bytes().map(u64::from_le_bytes)
+    }
+
+    /// How many of something there are, of which each takes so many bytes at least.
+    fn count(&mut self, least_bytes: u64) -> Result<usize, String> {
+        let count = self.u64()?;
+        let left = self.file_bytes.saturating_sub(self.read);
+        if count.checked_mul(least_bytes).is_none_or(|bytes| bytes > left) {
+            return Err(format!("its header is damaged: {count} entries in {left} bytes"));
+        }
+        usize::try_from(count).map_err(|error| error.to_string())
+    }
+
+    fn text(&mut self) -> Result<String, String> {
+        let len = self.count(1)?;
+        let mut bytes = vec![0; len];
+        self.from.read_exact(&mut bytes).map_err(|error| error.to_string())?;
+        self.read += len as u64;
+        String::from_utf8(bytes)
+            .map_err(|_| "its header is damaged: a text not in UTF-8".to_owned())
+    }
+
+    fn value(&mut self, kind: u32, depth: u32) -> Result<Value, String> {
+        Ok(match kind {
+            0 => Value::Int(self.bytes::<1>()?[0].into()),
+            1 => Value::Int(i8::from_le_bytes(self.bytes()?).into()),
+            2 => Value::Int(u16::from_le_bytes(self.bytes()?).into()),
+            3 => Value::Int(i16::from_le_bytes(self.bytes()?).into()),
+            4 => Value::Int(self.u32()?.into()),
+            5 => Value::Int(i32::from_le_bytes(self.bytes()?).into()),
+            6 => Value::Float(f32::from_le_bytes(self.bytes()?).into()),
+            7 => Value::Bool(self.bytes::<1>()?[0] != 0),
+            8 => Value::Text(self.text()?),
+            9 if depth < MAX_DEPTH => {
+                let kind = self.u32()?;
+                let count = self.count(1)?;
+                let mut list = Vec::new();
+                for _ in 0..count {
+                    list.push(self.value(kind, depth + 1)?);
+                }
+                Value::List(list)
+            }
+            10 => Value::Uint(self.u64()?),
+            11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
+            12 => Value::Float(f64::from_le_bytes(self.bytes()?)),
+            other => return Err(format!("its header is damaged: a value of type {other}")),
+        })
+    }
+}
+
+impl Header {
+    /// Reads what follows the first four bytes of a file of so many.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn read_after_magic(from: &mut dyn Read, file_bytes: u64) -> Result<Self, String> {
+        let mut reader = Reader { from, read: 4, file_bytes };
+        let version = reader.u32()?;
+        if !(2..=3).contains(&version) {
+            return Err(format!("it is GGUF of version {version}; expected version 2 or 3"));
+        }
+        let num_tensors = reader.count(24)?;
+        let num_values = reader.count(12)?;
+        let mut values = BTreeMap::new();
+        for _ in 0..num_values {
+            let name = reader.text()?;
+            let kind = reader.u32()?;
+            values.insert(name, reader.value(kind, 0)?);
+        }
+        let mut tensors = BTreeMap::new();
+        for _ in 0..num_tensors {
+            let name = reader.text()?;
+            let dims = reader.u32()?;
+            if dims > 8 {
+                return Err(format!("its header is damaged: {name:?} has {dims} dimensions"));
+            }
+            let mut shape = Vec::new();
+            for _ in 0..dims {
+                shape.push(reader.u64()?);
+            }
+            let (kind, offset) = (reader.u32()?, reader.u64()?);
+            tensors.insert(name, Tensor { shape, kind, offset });
+        }
+        let mut header = Self { values, tensors };
+        let alignment = header.int("general.alignment").unwrap_or(32).max(1);
+        let start = reader.read.next_multiple_of(alignment);
+        for tensor in header.tensors.values_mut() {
+            tensor.offset = tensor.offset.saturating_add(start);
+        }
+        Ok(header)
+    }
+
+    /// A whole number that is not negative.
+    #[must_use]
+    pub fn int(&self, key: &str) -> Option<u64> {
+        match self.values.get(key)? {
+            Value::Int(number) => u64::try_from(*number).ok(),
+            Value::Uint(number) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// A number.
+    #[must_use]
+    pub fn float(&self, key: &str) -> Option<f64> {
+        match self.values.get(key)? {
+            Value::Float(number) => Some(*number),
+            _ => None,
+        }
+    }
+
+    /// A text.
+    #[must_use]
+    pub fn text(&self, key: &str) -> Option<&str> {
+        match self.values.get(key)? {
+            Value::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Yes or no.
+    #[must_use]
+    pub fn flag(&self, key: &str) -> Option<bool> {
+        match self.values.get(key)? {
+            Value::Bool(flag) => Some(*flag),
+            _ => None,
+        }
+    }
+
+    /// A list.
+    #[must_use]
+    pub fn list(&self, key: &str) -> Option<&[Value]> {
+        match self.values.get(key)? {
+            Value::List(list) => Some(list),
+            _ => None,
+        }
+    }
+}
+
+/// What the header says of the model.
+pub(super) fn describe(path: &Path, header: &Header) -> Result<ModelFile, String> {
+    let name = header.text("general.architecture").unwrap_or_default();
+    let architecture = match name {
+        "llama" => Architecture::Llama,
+        "gemma3" => Architecture::Gemma3,
+        other => {
+            return Err(format!(
+                "it is a model of the architecture {other:?}; expected \"llama\" or \"gemma3\""
+            ));
+        }
+    };
+    let number = |key: &str| -> Result<u32, String> {
+        let key = format!("{name}.{key}");
+        let number = header.int(&key).ok_or_else(|| format!("it has no number {key:?}"))?;
+        u32::try_from(number).map_err(|_| format!("its {key:?} is {number}"))
+    };
+    if header.int(&format!("{name}.expert_count")).is_some_and(|experts| experts > 0) {
+        return Err("it is a mixture of experts, which this engine does not compute".to_owned());
+    }
+    let (dim, num_q_heads) = (number("embedding_length")?, number("attention.head_count")?);
+    let num_kv_heads = number("attention.head_count_kv").unwrap_or(num_q_heads);
+    let head_dim = match number("attention.key_length") {
+        Ok(head_dim) => head_dim,
+        Err(_) => dim / num_q_heads.max(1),
+    };
+    let windows = match architecture {
+        Architecture::Llama => vec![0],
+        // Every sixth layer sees everything.
+        Architecture::Gemma3 => {
+            let window = number("attention.sliding_window")?;
+            vec![window, window, window, window, window, 0]
+        }
+    };
+    let geometry = Geometry::checked(
+        [number("block_count")?, num_q_heads, num_kv_heads, head_dim],
+        &windows,
+        0,
+    )
+    .map_err(|(_, problem)| problem)?;
+    let embedding = header.tensors.get("token_embd.weight").ok_or("it has no token embedding")?;
+    let vocab_size = embedding.shape.get(1).and_then(|size| u32::try_from(*size).ok());
+    let eps = header.float(&format!("{name}.attention.layer_norm_rms_epsilon"));
+    #[expect(clippy::cast_possible_truncation, reason = "the nearest f32")]
+    let norm_eps = eps.unwrap_or(1e-5) as f32;
+    Ok(ModelFile {
+        path: path.to_owned(),
+        format: ModelFormat::Gguf,
+        architecture,
+        rope: rope(header, name, architecture, &geometry)?,
+        geometry,
+        dim,
+        hidden_dim: number("feed_forward_length")?,
+        vocab_size: vocab_size.ok_or("its token embedding is no matrix")?,
+        context_len: number("context_length")?,
+        norm_eps,
+        has_output: header.tensors.contains_key("output.weight"),
+    })
+}
+
+/// How the model rotates.
+fn rope(
+    header: &Header,
+    name: &str,
+    architecture: Architecture,
+    geometry: &Geometry,
+) -> Result<RopeConfig, String> {
+    if header.tensors.contains_key("rope_freqs.weight") {
+        return Err(
+            "it has a list of factors for its frequencies, which is not supported".to_owned()
+        );
+    }
+    let scaling = match header.text(&format!("{name}.rope.scaling.type")) {
+        None | Some("none") => None,
+        Some("linear") => {
+            let factor = header.float(&format!("{name}.rope.scaling.factor"));
+            Some(RopeScaling::Linear { factor: factor.ok_or("it has no factor of its scaling")? })
+        }
+        Some(other) => return Err(format!("it scales its frequencies by {other:?}")),
+    };
+    let dims = header.int(&format!("{name}.rope.dimension_count"));
+    let dims = dims.and_then(|dims| u32::try_from(dims).ok());
+    let theta = header.float(&format!("{name}.rope.freq_base"));
+    Ok(RopeConfig {
+        theta: Some(theta.unwrap_or(10_000.0)),
+        dims: dims.filter(|dims| *dims != geometry.head_dim && architecture == Architecture::Llama),
+        style: match architecture {
+            Architecture::Llama => RopeStyle::Pairs,
+            Architecture::Gemma3 => RopeStyle::Halves,
+        },
+        scaling,
+        window_theta: (architecture == Architecture::Gemma3)
+            .then(|| header.float(&format!("{name}.rope.freq_base_swa")).unwrap_or(10_000.0)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(text: &str) -> Vec<u8> {
+        [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+    }
+
+    fn file(values: &[Vec<u8>], count: u64) -> Vec<u8> {
+        let numbers =
+            [&3_u32.to_le_bytes()[..], &0_u64.to_le_bytes(), &count.to_le_bytes()].concat();
+        [numbers, values.concat()].concat()
+    }
+
+    fn read(bytes: &[u8]) -> Result<Header, String> {
+        Header::read_after_magic(&mut &bytes[..], bytes.len() as u64 + 4)
+    }
+
+    #[test]
+    fn values_of_all_kinds_are_read() {
+        let bytes = file(
+            &[
+                text("a"),
+                8_u32.to_le_bytes().to_vec(),
+                text("b"),
+                text("c"),
+                9_u32.to_le_bytes().to_vec(),
+                4_u32.to_le_bytes().to_vec(),
+                2_u64.to_le_bytes().to_vec(),
+                7_u32.to_le_bytes().to_vec(),
+                9_u32.to_le_bytes().to_vec(),
+                text("d"),
+                6_u32.to_le_bytes().to_vec(),
+                0.5_f32.to_le_bytes().to_vec(),
+                text("e"),
+                7_u32.to_le_bytes().to_vec(),
+                vec![1],
+            ],
+            4,
+        );
+        let header = read(&bytes).unwrap();
+        assert_eq!(header.text("a"), Some("b"));
+        assert_eq!(header.list("c"), Some(&[Value::Int(7), Value::Int(9)][..]));
+        assert_eq!((header.float("d"), header.flag("e")), (Some(0.5), Some(true)));
+        assert_eq!((header.int("a"), header.int("f")), (None, None));
+        for cut in 0..bytes.len() {
+            assert!(read(&bytes[..cut]).is_err(), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn lengths_beyond_the_file_are_refused_before_anything_is_allocated() {
+        let long_text = [&u64::MAX.to_le_bytes()[..], b"a"].concat();
+        assert!(read(&file(&[long_text], 1)).unwrap_err().contains("entries in"));
+        assert!(read(&file(&[], u64::MAX / 2)).unwrap_err().contains("entries in"));
+    }
+}
