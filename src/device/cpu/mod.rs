@@ -23,6 +23,8 @@ mod memory;
 mod packed;
 mod places;
 mod portion;
+#[cfg(feature = "model")]
+mod product;
 mod reference;
 mod rope;
 mod scores;
@@ -48,6 +50,8 @@ mod x86_store;
 mod x86_weights;
 
 pub use memory::available_memory;
+#[cfg(feature = "model")]
+pub use product::{Products, WeightFormat, Weights};
 
 use float_mode::FloatMode;
 use job::AttendJob;
