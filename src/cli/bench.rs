@@ -40,6 +40,9 @@ enum What {
     Manager(ManagerArgs),
     /// Measure the C interface beside the Rust API: reserve and commit of 256 sequences
     Capi(ManagerArgs),
+    /// Measure how fast the model of model.file reads and writes, and how much of that is attention
+    #[cfg(feature = "model")]
+    Model(super::speed::SpeedArgs),
 }
 
 /// How to measure the manager, or the C interface.
@@ -100,6 +103,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         What::Prefill(kernels) => run_kernels(args, kernels, Operation::Prefill),
         What::Manager(manager) => run_manager(args, manager),
         What::Capi(options) => run_capi(args, options.quick),
+        #[cfg(feature = "model")]
+        What::Model(speed) => super::speed::run(speed, args.json),
     }
 }
 
@@ -269,6 +274,6 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 /// Reads a name as a configuration file would.
-fn named<T: DeserializeOwned>(text: &str) -> Result<T, String> {
+pub(super) fn named<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     T::deserialize(StrDeserializer::<ValueError>::new(text)).map_err(|error| error.to_string())
 }

@@ -7,6 +7,8 @@
 //! - `kvpool doctor` shows what this build and this machine have: CPU, CUDA, GPUs.
 //! - `kvpool bench` measures the kernels beside the speed of the memory, and
 //!   `kvpool bench manager` what blocks, prefix index and steps cost.
+//! - with the feature `model`, `kvpool generate` writes text with a real model, and
+//!   `kvpool quality` measures what each cache format costs in perplexity.
 //!
 //! Results go to the standard output, errors and progress to the standard error. The exit status
 //! is 0 when all is well, 1 when something failed while it ran, and 2 for a wrong command line or
@@ -14,10 +16,16 @@
 
 mod bench;
 mod doctor;
+#[cfg(feature = "model")]
+mod generate;
 mod plan;
 mod presets;
 mod progress;
+#[cfg(feature = "model")]
+mod quality;
 mod run;
+#[cfg(feature = "model")]
+mod speed;
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -71,6 +79,12 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Write text with the model of model.file
+    #[cfg(feature = "model")]
+    Generate(generate::GenerateArgs),
+    /// Measure what each cache format costs the model of model.file in perplexity
+    #[cfg(feature = "model")]
+    Quality(quality::QualityArgs),
     /// List the built-in models
     Presets {
         /// Print one JSON document instead of a table
@@ -114,6 +128,9 @@ enum CliError {
     Bench(#[from] BenchError),
     #[error(transparent)]
     Crossing(#[from] CrossingError),
+    #[cfg(feature = "model")]
+    #[error(transparent)]
+    Model(#[from] crate::error::ModelError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
     /// The job ran, and this is not as it must be. A line each.
@@ -124,6 +141,10 @@ enum CliError {
 impl CliError {
     /// Whether the command line or the file is at fault, and not the run.
     fn is_usage(&self) -> bool {
+        #[cfg(feature = "model")]
+        if let Self::Model(error) = self {
+            return error.is_usage();
+        }
         matches!(
             self,
             Self::Config(_)
@@ -167,6 +188,10 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Plan { file, json } => plan::run(&file.load()?, *json),
         Command::Config { file } => print_config(&file.load()?),
         Command::Bench(args) => bench::run(args),
+        #[cfg(feature = "model")]
+        Command::Generate(args) => generate::run(args),
+        #[cfg(feature = "model")]
+        Command::Quality(args) => quality::run(args),
         Command::Doctor { json } => doctor::run(*json),
         Command::Presets { json } => presets::run(*json),
     }

@@ -8,10 +8,14 @@ mod cache;
 mod config;
 mod device;
 mod job;
+#[cfg(feature = "model")]
+mod model;
 mod plan;
 
 pub use cache::{BatchRefused, CacheError, InvariantError};
 pub use config::{ConfigError, Origin};
 pub use device::DeviceError;
 pub use job::{JobError, OpenError};
+#[cfg(feature = "model")]
+pub use model::ModelError;
 pub use plan::PlanError;

@@ -21,6 +21,8 @@ pub mod check;
 mod engine;
 pub mod formula;
 mod meter;
+#[cfg(feature = "model")]
+pub mod model;
 mod output;
 mod random;
 pub mod report;

@@ -1,0 +1,254 @@
+//! Tokenizers from files.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::words::WordPattern;
+use super::{Kind, Specials, Tokenizer};
+use crate::config::model_file::gguf::{Header, Value};
+use crate::error::ModelError;
+
+/// GGUF's kinds of tokens.
+const UNKNOWN: i64 = 2;
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+const BYTE: i64 = 6;
+
+/// Control tokens that end an answer, by their text.
+const ENDS: [&str; 6] =
+    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<|end|>"];
+
+impl Tokenizer {
+    /// Reads llama2.c's `tokenizer.bin`: the longest piece's length, then for each token a score,
+    /// its piece's length and the piece.
+    ///
+    /// # Errors
+    /// [`ModelError::File`]: it cannot be read, or has not `vocab_size` tokens.
+    pub fn read_llama2c(path: &Path, vocab_size: usize) -> Result<Self, ModelError> {
+        let bytes =
+            std::fs::read(path).map_err(|error| ModelError::file(path, error.to_string()))?;
+        llama2c(&bytes, vocab_size).map_err(|problem| ModelError::file(path, problem))
+    }
+
+    /// The tokenizer inside a GGUF file.
+    ///
+    /// # Errors
+    /// What is missing, or not known.
+    pub fn of_gguf(header: &Header, vocab_size: usize) -> Result<Self, String> {
+        let pieces = texts(header, "tokenizer.ggml.tokens")?;
+        if pieces.len() != vocab_size {
+            return Err(format!("has {} tokens and {vocab_size} embeddings", pieces.len()));
+        }
+        let kinds: Vec<i64> = match header.list("tokenizer.ggml.token_type") {
+            Some(kinds) => kinds
+                .iter()
+                .map(|kind| if let Value::Int(kind) = kind { *kind } else { 1 })
+                .collect(),
+            None => vec![1; pieces.len()],
+        };
+        if kinds.len() != pieces.len() {
+            return Err("has not one type for each token".to_owned());
+        }
+        match header.text("tokenizer.ggml.model") {
+            Some("llama") => scored(header, &pieces, &kinds),
+            Some("gpt2") => byte_level(header, &pieces, &kinds),
+            Some(other) => Err(format!("has a tokenizer of the kind {other:?}")),
+            None => Err("has no tokenizer".to_owned()),
+        }
+    }
+}
+
+/// A list of texts.
+fn texts<'h>(header: &'h Header, key: &str) -> Result<Vec<&'h str>, String> {
+    let list = header.list(key).ok_or_else(|| format!("has no list {key:?}"))?;
+    let text = |value: &'h Value| match value {
+        Value::Text(text) => Ok(text.as_str()),
+        _ => Err(format!("its {key:?} is no list of texts")),
+    };
+    list.iter().map(text).collect()
+}
+
+/// `<0x0A>` as the byte that it stands for.
+fn byte_of(piece: &[u8]) -> Option<u8> {
+    let digits = piece.strip_prefix(b"<0x")?.strip_suffix(b">")?;
+    u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+}
+
+fn llama2c(bytes: &[u8], vocab_size: usize) -> Result<Tokenizer, String> {
+    let short = || format!("has not the {vocab_size} tokens of the model");
+    let mut rest = bytes.get(4..).ok_or_else(short)?;
+    let (mut scores, mut pieces) = (Vec::new(), Vec::new());
+    for _ in 0..vocab_size {
+        let (head, tail) = rest.split_at_checked(8).ok_or_else(short)?;
+        let score = f32::from_le_bytes([head[0], head[1], head[2], head[3]]);
+        let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
+        let (piece, tail) = tail.split_at_checked(len).ok_or_else(short)?;
+        scores.push(score);
+        pieces.push(piece.to_vec());
+        rest = tail;
+    }
+    if !rest.is_empty() {
+        return Err(format!("has more than the {vocab_size} tokens of the model"));
+    }
+    let mut byte_tokens = vec![None; 256];
+    let mut stands_for = pieces.clone();
+    let mut ids = HashMap::new();
+    for (id, piece) in (0..).zip(&pieces) {
+        if let Some(byte) = byte_of(piece) {
+            byte_tokens[usize::from(byte)] = Some(id);
+            stands_for[id as usize] = vec![byte];
+        }
+        ids.insert(piece.clone(), id);
+    }
+    Ok(Tokenizer {
+        bytes: stands_for,
+        ids,
+        specials: Specials::default(),
+        kind: Kind::Scored {
+            pieces,
+            scores,
+            byte_tokens,
+            unknown: 0,
+            adds_blank: true,
+            marks_blanks: false,
+        },
+        bos: Some(1),
+        adds_bos: true,
+        // It was trained on stories one after the other, so the next one's begin ends one, too.
+        ends: vec![1, 2],
+        strips_first_blank: true,
+    })
+}
+
+/// What both kinds of GGUF have in common: beginning, ends, specials.
+fn with_specials(
+    header: &Header,
+    pieces: &[&str],
+    kinds: &[i64],
+    mut tokenizer: Tokenizer,
+) -> Tokenizer {
+    let token = |key: &str| {
+        let id = header.int(&format!("tokenizer.ggml.{key}"))?;
+        u32::try_from(id).ok().filter(|id| (*id as usize) < pieces.len())
+    };
+    let mut specials = HashMap::new();
+    for ((id, piece), kind) in (0..).zip(pieces).zip(kinds) {
+        let control = *kind == CONTROL || *kind == UNKNOWN;
+        if (control || *kind == USER_DEFINED) && !piece.is_empty() {
+            specials.insert(piece.as_bytes().to_vec(), (id, control));
+            if matches!(tokenizer.kind, Kind::ByteLevel { .. }) {
+                // These are not spelt in the characters that stand for bytes.
+                tokenizer.bytes[id as usize] = piece.as_bytes().to_vec();
+            }
+        }
+        if *kind == CONTROL && ENDS.contains(piece) {
+            tokenizer.ends.push(id);
+        }
+    }
+    tokenizer.ends.extend(token("eos_token_id"));
+    tokenizer.specials = Specials::new(specials);
+    tokenizer.bos = token("bos_token_id");
+    tokenizer
+}
+
+fn scored(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, String> {
+    let list = header.list("tokenizer.ggml.scores").ok_or("has no scores of its tokens")?;
+    #[expect(clippy::cast_possible_truncation, reason = "they were f32 in the file")]
+    let scores: Vec<f32> = list
+        .iter()
+        .map(|score| if let Value::Float(score) = score { *score as f32 } else { 0.0 })
+        .collect();
+    if scores.len() != pieces.len() {
+        return Err("has not one score for each token".to_owned());
+    }
+    let mut byte_tokens = vec![None; 256];
+    let mut ids = HashMap::new();
+    let mut stands_for = Vec::with_capacity(pieces.len());
+    for ((id, piece), kind) in (0..).zip(pieces).zip(kinds) {
+        match byte_of(piece.as_bytes()).filter(|_| *kind == BYTE) {
+            Some(byte) => {
+                byte_tokens[usize::from(byte)] = Some(id);
+                stands_for.push(vec![byte]);
+            }
+            None => {
+                stands_for.push(piece.replace('▁', " ").into_bytes());
+                ids.insert(piece.as_bytes().to_vec(), id);
+            }
+        }
+    }
+    let unknown =
+        header.int("tokenizer.ggml.unknown_token_id").and_then(|id| u32::try_from(id).ok());
+    let tokenizer = Tokenizer {
+        bytes: stands_for,
+        ids,
+        specials: Specials::default(),
+        kind: Kind::Scored {
+            pieces: pieces.iter().map(|piece| piece.as_bytes().to_vec()).collect(),
+            scores,
+            byte_tokens,
+            unknown: unknown.unwrap_or(0),
+            adds_blank: header.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true),
+            marks_blanks: true,
+        },
+        bos: None,
+        adds_bos: header.flag("tokenizer.ggml.add_bos_token").unwrap_or(true),
+        ends: Vec::new(),
+        strips_first_blank: header.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true),
+    };
+    Ok(with_specials(header, pieces, kinds, tokenizer))
+}
+
+/// The byte that each character of a byte-level piece stands for: printable ones for themselves,
+/// the others for characters from U+0100 on.
+fn bytes_of_characters() -> HashMap<char, u8> {
+    let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let others = (0..=255).filter(|byte| !printable(*byte));
+    let others = others.zip(0x100..).filter_map(|(byte, c)| Some((char::from_u32(c)?, byte)));
+    (0..=255)
+        .filter(|byte| printable(*byte))
+        .map(|byte| (char::from(byte), byte))
+        .chain(others)
+        .collect()
+}
+
+fn byte_level(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, String> {
+    let name = header.text("tokenizer.ggml.pre").unwrap_or("default");
+    let pattern = WordPattern::named(name)
+        .ok_or_else(|| format!("cuts words as {name:?} does, which is not known here"))?;
+    let characters = bytes_of_characters();
+    let spelt = |piece: &str| piece.chars().map(|c| characters.get(&c).copied()).collect();
+    let mut ids = HashMap::new();
+    let mut stands_for = Vec::with_capacity(pieces.len());
+    for (id, piece) in (0..).zip(pieces) {
+        let bytes: Option<Vec<u8>> = spelt(piece);
+        stands_for.push(bytes.unwrap_or_else(|| piece.as_bytes().to_vec()));
+        ids.insert(piece.as_bytes().to_vec(), id);
+    }
+    let mut byte_tokens = vec![u32::MAX; 256];
+    for (c, byte) in &characters {
+        let id = ids.get(c.to_string().as_bytes());
+        // A byte that was never seen in training has no token; what begins a text stands for it.
+        byte_tokens[usize::from(*byte)] = id.copied().unwrap_or(0);
+    }
+    let mut merges = HashMap::new();
+    for (rank, merge) in (0..).zip(texts(header, "tokenizer.ggml.merges")?) {
+        let (left, right) =
+            merge.split_once(' ').ok_or_else(|| format!("merge {rank} is {merge:?}"))?;
+        let id = |piece: &str| ids.get(piece.as_bytes()).copied();
+        if let (Some(a), Some(b), Some(both)) = (id(left), id(right), id(&format!("{left}{right}")))
+        {
+            merges.insert((a, b), (rank, both));
+        }
+    }
+    let tokenizer = Tokenizer {
+        bytes: stands_for,
+        ids,
+        specials: Specials::default(),
+        kind: Kind::ByteLevel { merges, byte_tokens, pattern },
+        bos: None,
+        adds_bos: header.flag("tokenizer.ggml.add_bos_token").unwrap_or(false),
+        ends: Vec::new(),
+        strips_first_blank: false,
+    };
+    Ok(with_specials(header, pieces, kinds, tokenizer))
+}
