@@ -117,7 +117,9 @@ impl Lanes {
             let avx2 = Avx2::detect().map(Self::Avx2);
             let avx512 = Avx512::detect().map(Self::Avx512);
             let best = match choice {
-                KernelChoice::Auto | KernelChoice::Avx512 => avx512.or(avx2),
+                KernelChoice::Auto | KernelChoice::Avx512 | KernelChoice::Avx512Bf16 => {
+                    avx512.or(avx2)
+                }
                 KernelChoice::Avx2 => avx2,
                 KernelChoice::Reference | KernelChoice::Portable => None,
             };
