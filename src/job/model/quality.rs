@@ -444,6 +444,7 @@ mod tests {
 
     #[test]
     fn divergence_and_perplexity_are_those_of_the_formulas() {
+        #[expect(clippy::cast_possible_truncation, reason = "scores are f32")]
         let scores = |shares: [f64; 3], shift: f32| shares.map(|share| share.ln() as f32 + shift);
         let (p, q) = ([0.5, 0.25, 0.25], [0.25, 0.5, 0.25]);
         let (own, sums) = compare_row(&scores(p, 3.0), None, 1);

@@ -276,8 +276,8 @@ mod tests {
         let high = 0x8000_0002_u32.to_le_bytes();
         let q5_0 = expanded::<32>(WeightFormat::Q5_0, &[&two[..], &high, &low].concat());
         let q5_1 = expanded::<32>(WeightFormat::Q5_1, &[&two[..], &three, &high, &low].concat());
-        let q8: Vec<u8> =
-            (0..32_i8).map(|i| (i * 8 - 128_i16 as i8 / 2).to_le_bytes()[0]).collect();
+        // From -128 to 120.
+        let q8: Vec<u8> = (0..32_u8).map(|i| (i * 8).wrapping_sub(128)).collect();
         let q8_0 = expanded::<32>(WeightFormat::Q8_0, &[&two[..], &q8].concat());
         for i in 0..32 {
             let fifth = if i == 1 || i == 31 { 16.0 } else { 0.0 };
