@@ -244,7 +244,8 @@ impl Batch<'_> {
             let limit = max_seq_len.min(request.prompt.len() + request.max_tokens as usize);
             let prompt = first.state.as_ref().map_or(&request.prompt, |state| &state.tokens);
             let options = BeginOptions {
-                max_len: Some(u32::try_from(limit).unwrap_or(u32::MAX)),
+                // A prompt that is too long is refused by the setting, not by what follows from it.
+                max_len: (prompt.len() <= limit).then(|| u32::try_from(limit).unwrap_or(u32::MAX)),
                 ..BeginOptions::default()
             };
             let begun = match cache.begin(prompt, options) {
