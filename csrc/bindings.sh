@@ -14,10 +14,10 @@ cd "$(dirname "$0")/.."
 include=$(cc -print-file-name=include)
 new=$(mktemp -d)
 trap 'rm -rf "$new"' EXIT
-options=(--use-core --no-layout-tests --no-prepend-enum-name --rust-target 1.85
+options=(--use-core --no-prepend-enum-name --rust-target 1.85
     --translate-enum-integer-types --merge-extern-blocks)
 
-bindgen csrc/kernels/params.h "${options[@]}" \
+bindgen csrc/kernels/params.h "${options[@]}" --no-layout-tests \
     --allowlist-item 'Kvpool.*' --allowlist-item 'KVPOOL_.*' \
     --raw-line '//! The structs that the host hands to the kernels: made by csrc/bindings.sh from' \
     --raw-line '//! csrc/kernels/params.h, where they are described. `tests/params.rs` measures them.' \
@@ -26,6 +26,7 @@ bindgen csrc/kernels/params.h "${options[@]}" \
     --raw-line '#![allow(non_camel_case_types, reason = "generated: anonymous enums")]' \
     -- -x c -I"$include" > "$new/params.rs"
 
+# With sizes and offsets, which are compared with Rust's when it is compiled.
 # Statuses and kinds are int32_t in the header; C gives enumerators no type to go by.
 bindgen csrc/include/kvpool.h "${options[@]}" \
     --allowlist-item 'kvpool_.*' --allowlist-item 'KVPOOL_.*' \
@@ -34,8 +35,10 @@ bindgen csrc/include/kvpool.h "${options[@]}" \
     --raw-line '//! are described.' \
     --raw-line '' \
     --raw-line '#![allow(missing_docs, non_camel_case_types, dead_code, reason = "generated; see kvpool.h")]' \
+    --raw-line '#![allow(clippy::unnecessary_operation, clippy::identity_op, reason = "sizes are checked so")]' \
     -- -x c -I"$include" |
-    sed -E 's/: _bindgen_ty_[0-9]+ =/: i32 =/; /^pub type _bindgen_ty_/d' > "$new/capi.rs"
+    sed -E 's/: _bindgen_ty_[0-9]+ =/: i32 =/; /^pub type _bindgen_ty_/d; /^#\[allow\(clippy::unnecessary_operation/d' \
+        > "$new/capi.rs"
 
 # One line for each function: that of Rust has the signature of the header.
 bindgen csrc/include/kvpool.h "${options[@]}" \

@@ -513,7 +513,7 @@ typedef struct kvpool_begun {
     size_t size;
     kvpool_seq_t sequence;
     uint32_t cached_len; /* tokens of the prompt that are in the cache: the first step appends from here on.
-                            Less than the prompt */
+                            Less than the prompt, unless that is empty */
     uint32_t limit;      /* tokens that the sequence may have, look-ahead included */
 } kvpool_begun_t;
 

@@ -4,6 +4,7 @@
 //! are described.
 
 #![allow(missing_docs, non_camel_case_types, dead_code, reason = "generated; see kvpool.h")]
+#![allow(clippy::unnecessary_operation, clippy::identity_op, reason = "sizes are checked so")]
 
 pub const KVPOOL_VERSION_MAJOR: u32 = 0;
 pub const KVPOOL_VERSION_MINOR: u32 = 1;
@@ -77,54 +78,112 @@ pub struct kvpool_error {
     pub knob: [::core::ffi::c_char; 64usize],
     pub message: [::core::ffi::c_char; 1024usize],
 }
+const _: () = {
+    ["Size of kvpool_error"][::core::mem::size_of::<kvpool_error>() - 1128usize];
+    ["Alignment of kvpool_error"][::core::mem::align_of::<kvpool_error>() - 8usize];
+    ["Offset of field: kvpool_error::size"][::core::mem::offset_of!(kvpool_error, size) - 0usize];
+    ["Offset of field: kvpool_error::status"]
+        [::core::mem::offset_of!(kvpool_error, status) - 8usize];
+    ["Offset of field: kvpool_error::line"][::core::mem::offset_of!(kvpool_error, line) - 12usize];
+    ["Offset of field: kvpool_error::wanted"]
+        [::core::mem::offset_of!(kvpool_error, wanted) - 16usize];
+    ["Offset of field: kvpool_error::available"]
+        [::core::mem::offset_of!(kvpool_error, available) - 24usize];
+    ["Offset of field: kvpool_error::index"]
+        [::core::mem::offset_of!(kvpool_error, index) - 32usize];
+    ["Offset of field: kvpool_error::knob"][::core::mem::offset_of!(kvpool_error, knob) - 40usize];
+    ["Offset of field: kvpool_error::message"]
+        [::core::mem::offset_of!(kvpool_error, message) - 104usize];
+};
 pub type kvpool_error_t = kvpool_error;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_config {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_config"][::core::mem::size_of::<kvpool_config>() - 16usize];
+    ["Alignment of kvpool_config"][::core::mem::align_of::<kvpool_config>() - 8usize];
+    ["Offset of field: kvpool_config::word"][::core::mem::offset_of!(kvpool_config, word) - 0usize];
+};
 pub type kvpool_config_t = kvpool_config;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_plan {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_plan"][::core::mem::size_of::<kvpool_plan>() - 16usize];
+    ["Alignment of kvpool_plan"][::core::mem::align_of::<kvpool_plan>() - 8usize];
+    ["Offset of field: kvpool_plan::word"][::core::mem::offset_of!(kvpool_plan, word) - 0usize];
+};
 pub type kvpool_plan_t = kvpool_plan;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_cache {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_cache"][::core::mem::size_of::<kvpool_cache>() - 16usize];
+    ["Alignment of kvpool_cache"][::core::mem::align_of::<kvpool_cache>() - 8usize];
+    ["Offset of field: kvpool_cache::word"][::core::mem::offset_of!(kvpool_cache, word) - 0usize];
+};
 pub type kvpool_cache_t = kvpool_cache;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_seq {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_seq"][::core::mem::size_of::<kvpool_seq>() - 16usize];
+    ["Alignment of kvpool_seq"][::core::mem::align_of::<kvpool_seq>() - 8usize];
+    ["Offset of field: kvpool_seq::word"][::core::mem::offset_of!(kvpool_seq, word) - 0usize];
+};
 pub type kvpool_seq_t = kvpool_seq;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_step {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_step"][::core::mem::size_of::<kvpool_step>() - 16usize];
+    ["Alignment of kvpool_step"][::core::mem::align_of::<kvpool_step>() - 8usize];
+    ["Offset of field: kvpool_step::word"][::core::mem::offset_of!(kvpool_step, word) - 0usize];
+};
 pub type kvpool_step_t = kvpool_step;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_pin {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_pin"][::core::mem::size_of::<kvpool_pin>() - 16usize];
+    ["Alignment of kvpool_pin"][::core::mem::align_of::<kvpool_pin>() - 8usize];
+    ["Offset of field: kvpool_pin::word"][::core::mem::offset_of!(kvpool_pin, word) - 0usize];
+};
 pub type kvpool_pin_t = kvpool_pin;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_reservation {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_reservation"][::core::mem::size_of::<kvpool_reservation>() - 16usize];
+    ["Alignment of kvpool_reservation"][::core::mem::align_of::<kvpool_reservation>() - 8usize];
+    ["Offset of field: kvpool_reservation::word"]
+        [::core::mem::offset_of!(kvpool_reservation, word) - 0usize];
+};
 pub type kvpool_reservation_t = kvpool_reservation;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_block {
     pub word: [u64; 2usize],
 }
+const _: () = {
+    ["Size of kvpool_block"][::core::mem::size_of::<kvpool_block>() - 16usize];
+    ["Alignment of kvpool_block"][::core::mem::align_of::<kvpool_block>() - 8usize];
+    ["Offset of field: kvpool_block::word"][::core::mem::offset_of!(kvpool_block, word) - 0usize];
+};
 pub type kvpool_block_t = kvpool_block;
 pub type kvpool_text_form_t = i32;
 pub const KVPOOL_TEXT: i32 = 0;
@@ -180,6 +239,68 @@ pub struct kvpool_plan_info {
     pub bytes_per_token: u64,
     pub capacity_tokens: u64,
 }
+const _: () = {
+    ["Size of kvpool_plan_info"][::core::mem::size_of::<kvpool_plan_info>() - 144usize];
+    ["Alignment of kvpool_plan_info"][::core::mem::align_of::<kvpool_plan_info>() - 8usize];
+    ["Offset of field: kvpool_plan_info::size"]
+        [::core::mem::offset_of!(kvpool_plan_info, size) - 0usize];
+    ["Offset of field: kvpool_plan_info::mode"]
+        [::core::mem::offset_of!(kvpool_plan_info, mode) - 8usize];
+    ["Offset of field: kvpool_plan_info::format"]
+        [::core::mem::offset_of!(kvpool_plan_info, format) - 12usize];
+    ["Offset of field: kvpool_plan_info::scale"]
+        [::core::mem::offset_of!(kvpool_plan_info, scale) - 16usize];
+    ["Offset of field: kvpool_plan_info::admission"]
+        [::core::mem::offset_of!(kvpool_plan_info, admission) - 20usize];
+    ["Offset of field: kvpool_plan_info::num_layers"]
+        [::core::mem::offset_of!(kvpool_plan_info, num_layers) - 24usize];
+    ["Offset of field: kvpool_plan_info::num_q_heads"]
+        [::core::mem::offset_of!(kvpool_plan_info, num_q_heads) - 28usize];
+    ["Offset of field: kvpool_plan_info::num_kv_heads"]
+        [::core::mem::offset_of!(kvpool_plan_info, num_kv_heads) - 32usize];
+    ["Offset of field: kvpool_plan_info::head_dim"]
+        [::core::mem::offset_of!(kvpool_plan_info, head_dim) - 36usize];
+    ["Offset of field: kvpool_plan_info::num_groups"]
+        [::core::mem::offset_of!(kvpool_plan_info, num_groups) - 40usize];
+    ["Offset of field: kvpool_plan_info::tokens_per_block"]
+        [::core::mem::offset_of!(kvpool_plan_info, tokens_per_block) - 44usize];
+    ["Offset of field: kvpool_plan_info::max_seqs"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_seqs) - 48usize];
+    ["Offset of field: kvpool_plan_info::max_seq_len"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_seq_len) - 52usize];
+    ["Offset of field: kvpool_plan_info::max_batch_tokens"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_batch_tokens) - 56usize];
+    ["Offset of field: kvpool_plan_info::max_step_tokens"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_step_tokens) - 60usize];
+    ["Offset of field: kvpool_plan_info::max_rewind_tokens"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_rewind_tokens) - 64usize];
+    ["Offset of field: kvpool_plan_info::watermark_blocks"]
+        [::core::mem::offset_of!(kvpool_plan_info, watermark_blocks) - 68usize];
+    ["Offset of field: kvpool_plan_info::seq_slots"]
+        [::core::mem::offset_of!(kvpool_plan_info, seq_slots) - 72usize];
+    ["Offset of field: kvpool_plan_info::full_length_seqs"]
+        [::core::mem::offset_of!(kvpool_plan_info, full_length_seqs) - 76usize];
+    ["Offset of field: kvpool_plan_info::max_pins"]
+        [::core::mem::offset_of!(kvpool_plan_info, max_pins) - 80usize];
+    ["Offset of field: kvpool_plan_info::prefix_reuse"]
+        [::core::mem::offset_of!(kvpool_plan_info, prefix_reuse) - 84usize];
+    ["Offset of field: kvpool_plan_info::rope"]
+        [::core::mem::offset_of!(kvpool_plan_info, rope) - 88usize];
+    ["Offset of field: kvpool_plan_info::reserved"]
+        [::core::mem::offset_of!(kvpool_plan_info, reserved) - 92usize];
+    ["Offset of field: kvpool_plan_info::pool_bytes"]
+        [::core::mem::offset_of!(kvpool_plan_info, pool_bytes) - 96usize];
+    ["Offset of field: kvpool_plan_info::padding_bytes"]
+        [::core::mem::offset_of!(kvpool_plan_info, padding_bytes) - 104usize];
+    ["Offset of field: kvpool_plan_info::host_bytes"]
+        [::core::mem::offset_of!(kvpool_plan_info, host_bytes) - 112usize];
+    ["Offset of field: kvpool_plan_info::workspace_bytes"]
+        [::core::mem::offset_of!(kvpool_plan_info, workspace_bytes) - 120usize];
+    ["Offset of field: kvpool_plan_info::bytes_per_token"]
+        [::core::mem::offset_of!(kvpool_plan_info, bytes_per_token) - 128usize];
+    ["Offset of field: kvpool_plan_info::capacity_tokens"]
+        [::core::mem::offset_of!(kvpool_plan_info, capacity_tokens) - 136usize];
+};
 pub type kvpool_plan_info_t = kvpool_plan_info;
 pub type kvpool_group_kind_t = i32;
 pub const KVPOOL_CONTIGUOUS: i32 = 0;
@@ -211,6 +332,38 @@ pub struct kvpool_group_info {
     pub offset: u64,
     pub bytes_per_token: u64,
 }
+const _: () = {
+    ["Size of kvpool_group_info"][::core::mem::size_of::<kvpool_group_info>() - 72usize];
+    ["Alignment of kvpool_group_info"][::core::mem::align_of::<kvpool_group_info>() - 8usize];
+    ["Offset of field: kvpool_group_info::size"]
+        [::core::mem::offset_of!(kvpool_group_info, size) - 0usize];
+    ["Offset of field: kvpool_group_info::kind"]
+        [::core::mem::offset_of!(kvpool_group_info, kind) - 8usize];
+    ["Offset of field: kvpool_group_info::addressing"]
+        [::core::mem::offset_of!(kvpool_group_info, addressing) - 12usize];
+    ["Offset of field: kvpool_group_info::reuse"]
+        [::core::mem::offset_of!(kvpool_group_info, reuse) - 16usize];
+    ["Offset of field: kvpool_group_info::window"]
+        [::core::mem::offset_of!(kvpool_group_info, window) - 20usize];
+    ["Offset of field: kvpool_group_info::sink_tokens"]
+        [::core::mem::offset_of!(kvpool_group_info, sink_tokens) - 24usize];
+    ["Offset of field: kvpool_group_info::ring_tokens"]
+        [::core::mem::offset_of!(kvpool_group_info, ring_tokens) - 28usize];
+    ["Offset of field: kvpool_group_info::num_layers"]
+        [::core::mem::offset_of!(kvpool_group_info, num_layers) - 32usize];
+    ["Offset of field: kvpool_group_info::units"]
+        [::core::mem::offset_of!(kvpool_group_info, units) - 36usize];
+    ["Offset of field: kvpool_group_info::unit_tokens"]
+        [::core::mem::offset_of!(kvpool_group_info, unit_tokens) - 40usize];
+    ["Offset of field: kvpool_group_info::max_blocks_per_seq"]
+        [::core::mem::offset_of!(kvpool_group_info, max_blocks_per_seq) - 44usize];
+    ["Offset of field: kvpool_group_info::unit_bytes"]
+        [::core::mem::offset_of!(kvpool_group_info, unit_bytes) - 48usize];
+    ["Offset of field: kvpool_group_info::offset"]
+        [::core::mem::offset_of!(kvpool_group_info, offset) - 56usize];
+    ["Offset of field: kvpool_group_info::bytes_per_token"]
+        [::core::mem::offset_of!(kvpool_group_info, bytes_per_token) - 64usize];
+};
 pub type kvpool_group_info_t = kvpool_group_info;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -242,6 +395,58 @@ pub struct kvpool_layer {
     pub k_scales: *mut ::core::ffi::c_void,
     pub v_scales: *mut ::core::ffi::c_void,
 }
+const _: () = {
+    ["Size of kvpool_layer"][::core::mem::size_of::<kvpool_layer>() - 160usize];
+    ["Alignment of kvpool_layer"][::core::mem::align_of::<kvpool_layer>() - 8usize];
+    ["Offset of field: kvpool_layer::size"][::core::mem::offset_of!(kvpool_layer, size) - 0usize];
+    ["Offset of field: kvpool_layer::group"][::core::mem::offset_of!(kvpool_layer, group) - 8usize];
+    ["Offset of field: kvpool_layer::index_in_group"]
+        [::core::mem::offset_of!(kvpool_layer, index_in_group) - 12usize];
+    ["Offset of field: kvpool_layer::format"]
+        [::core::mem::offset_of!(kvpool_layer, format) - 16usize];
+    ["Offset of field: kvpool_layer::scale"]
+        [::core::mem::offset_of!(kvpool_layer, scale) - 20usize];
+    ["Offset of field: kvpool_layer::num_kv_heads"]
+        [::core::mem::offset_of!(kvpool_layer, num_kv_heads) - 24usize];
+    ["Offset of field: kvpool_layer::head_dim"]
+        [::core::mem::offset_of!(kvpool_layer, head_dim) - 28usize];
+    ["Offset of field: kvpool_layer::units"]
+        [::core::mem::offset_of!(kvpool_layer, units) - 32usize];
+    ["Offset of field: kvpool_layer::unit_tokens"]
+        [::core::mem::offset_of!(kvpool_layer, unit_tokens) - 36usize];
+    ["Offset of field: kvpool_layer::scales_per_row"]
+        [::core::mem::offset_of!(kvpool_layer, scales_per_row) - 40usize];
+    ["Offset of field: kvpool_layer::reserved"]
+        [::core::mem::offset_of!(kvpool_layer, reserved) - 44usize];
+    ["Offset of field: kvpool_layer::k_static_scale"]
+        [::core::mem::offset_of!(kvpool_layer, k_static_scale) - 48usize];
+    ["Offset of field: kvpool_layer::v_static_scale"]
+        [::core::mem::offset_of!(kvpool_layer, v_static_scale) - 52usize];
+    ["Offset of field: kvpool_layer::k_offset"]
+        [::core::mem::offset_of!(kvpool_layer, k_offset) - 56usize];
+    ["Offset of field: kvpool_layer::v_offset"]
+        [::core::mem::offset_of!(kvpool_layer, v_offset) - 64usize];
+    ["Offset of field: kvpool_layer::k_scales_offset"]
+        [::core::mem::offset_of!(kvpool_layer, k_scales_offset) - 72usize];
+    ["Offset of field: kvpool_layer::v_scales_offset"]
+        [::core::mem::offset_of!(kvpool_layer, v_scales_offset) - 80usize];
+    ["Offset of field: kvpool_layer::unit_stride"]
+        [::core::mem::offset_of!(kvpool_layer, unit_stride) - 88usize];
+    ["Offset of field: kvpool_layer::head_stride"]
+        [::core::mem::offset_of!(kvpool_layer, head_stride) - 96usize];
+    ["Offset of field: kvpool_layer::token_stride"]
+        [::core::mem::offset_of!(kvpool_layer, token_stride) - 104usize];
+    ["Offset of field: kvpool_layer::scale_head_stride"]
+        [::core::mem::offset_of!(kvpool_layer, scale_head_stride) - 112usize];
+    ["Offset of field: kvpool_layer::scale_token_stride"]
+        [::core::mem::offset_of!(kvpool_layer, scale_token_stride) - 120usize];
+    ["Offset of field: kvpool_layer::k"][::core::mem::offset_of!(kvpool_layer, k) - 128usize];
+    ["Offset of field: kvpool_layer::v"][::core::mem::offset_of!(kvpool_layer, v) - 136usize];
+    ["Offset of field: kvpool_layer::k_scales"]
+        [::core::mem::offset_of!(kvpool_layer, k_scales) - 144usize];
+    ["Offset of field: kvpool_layer::v_scales"]
+        [::core::mem::offset_of!(kvpool_layer, v_scales) - 152usize];
+};
 pub type kvpool_layer_t = kvpool_layer;
 pub type kvpool_device_kind_t = i32;
 pub const KVPOOL_CPU: i32 = 0;
@@ -258,6 +463,26 @@ pub struct kvpool_device_info {
     pub workspace_bytes: u64,
     pub kernel: *const ::core::ffi::c_char,
 }
+const _: () = {
+    ["Size of kvpool_device_info"][::core::mem::size_of::<kvpool_device_info>() - 48usize];
+    ["Alignment of kvpool_device_info"][::core::mem::align_of::<kvpool_device_info>() - 8usize];
+    ["Offset of field: kvpool_device_info::size"]
+        [::core::mem::offset_of!(kvpool_device_info, size) - 0usize];
+    ["Offset of field: kvpool_device_info::kind"]
+        [::core::mem::offset_of!(kvpool_device_info, kind) - 8usize];
+    ["Offset of field: kvpool_device_info::threads"]
+        [::core::mem::offset_of!(kvpool_device_info, threads) - 12usize];
+    ["Offset of field: kvpool_device_info::huge_pages"]
+        [::core::mem::offset_of!(kvpool_device_info, huge_pages) - 16usize];
+    ["Offset of field: kvpool_device_info::emulated"]
+        [::core::mem::offset_of!(kvpool_device_info, emulated) - 20usize];
+    ["Offset of field: kvpool_device_info::pool_bytes"]
+        [::core::mem::offset_of!(kvpool_device_info, pool_bytes) - 24usize];
+    ["Offset of field: kvpool_device_info::workspace_bytes"]
+        [::core::mem::offset_of!(kvpool_device_info, workspace_bytes) - 32usize];
+    ["Offset of field: kvpool_device_info::kernel"]
+        [::core::mem::offset_of!(kvpool_device_info, kernel) - 40usize];
+};
 pub type kvpool_device_info_t = kvpool_device_info;
 pub type kvpool_part_t = i32;
 pub const KVPOOL_K: i32 = 0;
@@ -276,6 +501,18 @@ pub struct kvpool_key_part {
     pub bytes: *const u8,
     pub number: u64,
 }
+const _: () = {
+    ["Size of kvpool_key_part"][::core::mem::size_of::<kvpool_key_part>() - 24usize];
+    ["Alignment of kvpool_key_part"][::core::mem::align_of::<kvpool_key_part>() - 8usize];
+    ["Offset of field: kvpool_key_part::kind"]
+        [::core::mem::offset_of!(kvpool_key_part, kind) - 0usize];
+    ["Offset of field: kvpool_key_part::num_bytes"]
+        [::core::mem::offset_of!(kvpool_key_part, num_bytes) - 4usize];
+    ["Offset of field: kvpool_key_part::bytes"]
+        [::core::mem::offset_of!(kvpool_key_part, bytes) - 8usize];
+    ["Offset of field: kvpool_key_part::number"]
+        [::core::mem::offset_of!(kvpool_key_part, number) - 16usize];
+};
 pub type kvpool_key_part_t = kvpool_key_part;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -286,6 +523,20 @@ pub struct kvpool_namespace {
     pub salt_from: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_namespace"][::core::mem::size_of::<kvpool_namespace>() - 80usize];
+    ["Alignment of kvpool_namespace"][::core::mem::align_of::<kvpool_namespace>() - 8usize];
+    ["Offset of field: kvpool_namespace::salt"]
+        [::core::mem::offset_of!(kvpool_namespace, salt) - 0usize];
+    ["Offset of field: kvpool_namespace::adapter"]
+        [::core::mem::offset_of!(kvpool_namespace, adapter) - 24usize];
+    ["Offset of field: kvpool_namespace::model"]
+        [::core::mem::offset_of!(kvpool_namespace, model) - 48usize];
+    ["Offset of field: kvpool_namespace::salt_from"]
+        [::core::mem::offset_of!(kvpool_namespace, salt_from) - 72usize];
+    ["Offset of field: kvpool_namespace::reserved"]
+        [::core::mem::offset_of!(kvpool_namespace, reserved) - 76usize];
+};
 pub type kvpool_namespace_t = kvpool_namespace;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -296,6 +547,20 @@ pub struct kvpool_retention {
     pub reserved: u32,
     pub duration_ms: u64,
 }
+const _: () = {
+    ["Size of kvpool_retention"][::core::mem::size_of::<kvpool_retention>() - 24usize];
+    ["Alignment of kvpool_retention"][::core::mem::align_of::<kvpool_retention>() - 8usize];
+    ["Offset of field: kvpool_retention::from"]
+        [::core::mem::offset_of!(kvpool_retention, from) - 0usize];
+    ["Offset of field: kvpool_retention::to"]
+        [::core::mem::offset_of!(kvpool_retention, to) - 4usize];
+    ["Offset of field: kvpool_retention::priority"]
+        [::core::mem::offset_of!(kvpool_retention, priority) - 8usize];
+    ["Offset of field: kvpool_retention::reserved"]
+        [::core::mem::offset_of!(kvpool_retention, reserved) - 12usize];
+    ["Offset of field: kvpool_retention::duration_ms"]
+        [::core::mem::offset_of!(kvpool_retention, duration_ms) - 16usize];
+};
 pub type kvpool_retention_t = kvpool_retention;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -309,6 +574,26 @@ pub struct kvpool_begin_options {
     pub retentions: *const kvpool_retention_t,
     pub name_space: kvpool_namespace_t,
 }
+const _: () = {
+    ["Size of kvpool_begin_options"][::core::mem::size_of::<kvpool_begin_options>() - 120usize];
+    ["Alignment of kvpool_begin_options"][::core::mem::align_of::<kvpool_begin_options>() - 8usize];
+    ["Offset of field: kvpool_begin_options::size"]
+        [::core::mem::offset_of!(kvpool_begin_options, size) - 0usize];
+    ["Offset of field: kvpool_begin_options::key"]
+        [::core::mem::offset_of!(kvpool_begin_options, key) - 8usize];
+    ["Offset of field: kvpool_begin_options::has_key"]
+        [::core::mem::offset_of!(kvpool_begin_options, has_key) - 16usize];
+    ["Offset of field: kvpool_begin_options::max_len"]
+        [::core::mem::offset_of!(kvpool_begin_options, max_len) - 20usize];
+    ["Offset of field: kvpool_begin_options::lookahead_tokens"]
+        [::core::mem::offset_of!(kvpool_begin_options, lookahead_tokens) - 24usize];
+    ["Offset of field: kvpool_begin_options::num_retentions"]
+        [::core::mem::offset_of!(kvpool_begin_options, num_retentions) - 28usize];
+    ["Offset of field: kvpool_begin_options::retentions"]
+        [::core::mem::offset_of!(kvpool_begin_options, retentions) - 32usize];
+    ["Offset of field: kvpool_begin_options::name_space"]
+        [::core::mem::offset_of!(kvpool_begin_options, name_space) - 40usize];
+};
 pub type kvpool_begin_options_t = kvpool_begin_options;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -318,6 +603,17 @@ pub struct kvpool_begun {
     pub cached_len: u32,
     pub limit: u32,
 }
+const _: () = {
+    ["Size of kvpool_begun"][::core::mem::size_of::<kvpool_begun>() - 32usize];
+    ["Alignment of kvpool_begun"][::core::mem::align_of::<kvpool_begun>() - 8usize];
+    ["Offset of field: kvpool_begun::size"][::core::mem::offset_of!(kvpool_begun, size) - 0usize];
+    ["Offset of field: kvpool_begun::sequence"]
+        [::core::mem::offset_of!(kvpool_begun, sequence) - 8usize];
+    ["Offset of field: kvpool_begun::cached_len"]
+        [::core::mem::offset_of!(kvpool_begun, cached_len) - 24usize];
+    ["Offset of field: kvpool_begun::limit"]
+        [::core::mem::offset_of!(kvpool_begun, limit) - 28usize];
+};
 pub type kvpool_begun_t = kvpool_begun;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -326,6 +622,16 @@ pub struct kvpool_begin_item {
     pub prompt_len: usize,
     pub options: *const kvpool_begin_options_t,
 }
+const _: () = {
+    ["Size of kvpool_begin_item"][::core::mem::size_of::<kvpool_begin_item>() - 24usize];
+    ["Alignment of kvpool_begin_item"][::core::mem::align_of::<kvpool_begin_item>() - 8usize];
+    ["Offset of field: kvpool_begin_item::prompt"]
+        [::core::mem::offset_of!(kvpool_begin_item, prompt) - 0usize];
+    ["Offset of field: kvpool_begin_item::prompt_len"]
+        [::core::mem::offset_of!(kvpool_begin_item, prompt_len) - 8usize];
+    ["Offset of field: kvpool_begin_item::options"]
+        [::core::mem::offset_of!(kvpool_begin_item, options) - 16usize];
+};
 pub type kvpool_begin_item_t = kvpool_begin_item;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -337,6 +643,22 @@ pub struct kvpool_seq_info {
     pub reserved: u32,
     pub table_version: u64,
 }
+const _: () = {
+    ["Size of kvpool_seq_info"][::core::mem::size_of::<kvpool_seq_info>() - 32usize];
+    ["Alignment of kvpool_seq_info"][::core::mem::align_of::<kvpool_seq_info>() - 8usize];
+    ["Offset of field: kvpool_seq_info::size"]
+        [::core::mem::offset_of!(kvpool_seq_info, size) - 0usize];
+    ["Offset of field: kvpool_seq_info::slot"]
+        [::core::mem::offset_of!(kvpool_seq_info, slot) - 8usize];
+    ["Offset of field: kvpool_seq_info::len"]
+        [::core::mem::offset_of!(kvpool_seq_info, len) - 12usize];
+    ["Offset of field: kvpool_seq_info::limit"]
+        [::core::mem::offset_of!(kvpool_seq_info, limit) - 16usize];
+    ["Offset of field: kvpool_seq_info::reserved"]
+        [::core::mem::offset_of!(kvpool_seq_info, reserved) - 20usize];
+    ["Offset of field: kvpool_seq_info::table_version"]
+        [::core::mem::offset_of!(kvpool_seq_info, table_version) - 24usize];
+};
 pub type kvpool_seq_info_t = kvpool_seq_info;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -349,6 +671,24 @@ pub struct kvpool_preempted {
     pub len: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_preempted"][::core::mem::size_of::<kvpool_preempted>() - 48usize];
+    ["Alignment of kvpool_preempted"][::core::mem::align_of::<kvpool_preempted>() - 8usize];
+    ["Offset of field: kvpool_preempted::size"]
+        [::core::mem::offset_of!(kvpool_preempted, size) - 0usize];
+    ["Offset of field: kvpool_preempted::sequence"]
+        [::core::mem::offset_of!(kvpool_preempted, sequence) - 8usize];
+    ["Offset of field: kvpool_preempted::key"]
+        [::core::mem::offset_of!(kvpool_preempted, key) - 24usize];
+    ["Offset of field: kvpool_preempted::has_key"]
+        [::core::mem::offset_of!(kvpool_preempted, has_key) - 32usize];
+    ["Offset of field: kvpool_preempted::was_reservation"]
+        [::core::mem::offset_of!(kvpool_preempted, was_reservation) - 36usize];
+    ["Offset of field: kvpool_preempted::len"]
+        [::core::mem::offset_of!(kvpool_preempted, len) - 40usize];
+    ["Offset of field: kvpool_preempted::reserved"]
+        [::core::mem::offset_of!(kvpool_preempted, reserved) - 44usize];
+};
 pub type kvpool_preempted_t = kvpool_preempted;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -357,6 +697,16 @@ pub struct kvpool_estimate {
     pub cached_len: u32,
     pub limit: u32,
 }
+const _: () = {
+    ["Size of kvpool_estimate"][::core::mem::size_of::<kvpool_estimate>() - 16usize];
+    ["Alignment of kvpool_estimate"][::core::mem::align_of::<kvpool_estimate>() - 8usize];
+    ["Offset of field: kvpool_estimate::size"]
+        [::core::mem::offset_of!(kvpool_estimate, size) - 0usize];
+    ["Offset of field: kvpool_estimate::cached_len"]
+        [::core::mem::offset_of!(kvpool_estimate, cached_len) - 8usize];
+    ["Offset of field: kvpool_estimate::limit"]
+        [::core::mem::offset_of!(kvpool_estimate, limit) - 12usize];
+};
 pub type kvpool_estimate_t = kvpool_estimate;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -365,6 +715,16 @@ pub struct kvpool_step_item {
     pub num_tokens: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_step_item"][::core::mem::size_of::<kvpool_step_item>() - 24usize];
+    ["Alignment of kvpool_step_item"][::core::mem::align_of::<kvpool_step_item>() - 8usize];
+    ["Offset of field: kvpool_step_item::sequence"]
+        [::core::mem::offset_of!(kvpool_step_item, sequence) - 0usize];
+    ["Offset of field: kvpool_step_item::num_tokens"]
+        [::core::mem::offset_of!(kvpool_step_item, num_tokens) - 16usize];
+    ["Offset of field: kvpool_step_item::reserved"]
+        [::core::mem::offset_of!(kvpool_step_item, reserved) - 20usize];
+};
 pub type kvpool_step_item_t = kvpool_step_item;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -374,6 +734,18 @@ pub struct kvpool_batch_seq {
     pub rows: u32,
     pub first_position: u32,
 }
+const _: () = {
+    ["Size of kvpool_batch_seq"][::core::mem::size_of::<kvpool_batch_seq>() - 16usize];
+    ["Alignment of kvpool_batch_seq"][::core::mem::align_of::<kvpool_batch_seq>() - 4usize];
+    ["Offset of field: kvpool_batch_seq::slot"]
+        [::core::mem::offset_of!(kvpool_batch_seq, slot) - 0usize];
+    ["Offset of field: kvpool_batch_seq::row_start"]
+        [::core::mem::offset_of!(kvpool_batch_seq, row_start) - 4usize];
+    ["Offset of field: kvpool_batch_seq::rows"]
+        [::core::mem::offset_of!(kvpool_batch_seq, rows) - 8usize];
+    ["Offset of field: kvpool_batch_seq::first_position"]
+        [::core::mem::offset_of!(kvpool_batch_seq, first_position) - 12usize];
+};
 pub type kvpool_batch_seq_t = kvpool_batch_seq;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -385,6 +757,22 @@ pub struct kvpool_step_view {
     pub seq_lens: *const u32,
     pub seqs: *const kvpool_batch_seq_t,
 }
+const _: () = {
+    ["Size of kvpool_step_view"][::core::mem::size_of::<kvpool_step_view>() - 40usize];
+    ["Alignment of kvpool_step_view"][::core::mem::align_of::<kvpool_step_view>() - 8usize];
+    ["Offset of field: kvpool_step_view::size"]
+        [::core::mem::offset_of!(kvpool_step_view, size) - 0usize];
+    ["Offset of field: kvpool_step_view::num_tokens"]
+        [::core::mem::offset_of!(kvpool_step_view, num_tokens) - 8usize];
+    ["Offset of field: kvpool_step_view::num_seqs"]
+        [::core::mem::offset_of!(kvpool_step_view, num_seqs) - 12usize];
+    ["Offset of field: kvpool_step_view::positions"]
+        [::core::mem::offset_of!(kvpool_step_view, positions) - 16usize];
+    ["Offset of field: kvpool_step_view::seq_lens"]
+        [::core::mem::offset_of!(kvpool_step_view, seq_lens) - 24usize];
+    ["Offset of field: kvpool_step_view::seqs"]
+        [::core::mem::offset_of!(kvpool_step_view, seqs) - 32usize];
+};
 pub type kvpool_step_view_t = kvpool_step_view;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -395,6 +783,20 @@ pub struct kvpool_step_group {
     pub block_table_row: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_step_group"][::core::mem::size_of::<kvpool_step_group>() - 32usize];
+    ["Alignment of kvpool_step_group"][::core::mem::align_of::<kvpool_step_group>() - 8usize];
+    ["Offset of field: kvpool_step_group::size"]
+        [::core::mem::offset_of!(kvpool_step_group, size) - 0usize];
+    ["Offset of field: kvpool_step_group::token_slots"]
+        [::core::mem::offset_of!(kvpool_step_group, token_slots) - 8usize];
+    ["Offset of field: kvpool_step_group::block_table"]
+        [::core::mem::offset_of!(kvpool_step_group, block_table) - 16usize];
+    ["Offset of field: kvpool_step_group::block_table_row"]
+        [::core::mem::offset_of!(kvpool_step_group, block_table_row) - 24usize];
+    ["Offset of field: kvpool_step_group::reserved"]
+        [::core::mem::offset_of!(kvpool_step_group, reserved) - 28usize];
+};
 pub type kvpool_step_group_t = kvpool_step_group;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -407,6 +809,24 @@ pub struct kvpool_step_csr {
     pub num_indices: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_step_csr"][::core::mem::size_of::<kvpool_step_csr>() - 48usize];
+    ["Alignment of kvpool_step_csr"][::core::mem::align_of::<kvpool_step_csr>() - 8usize];
+    ["Offset of field: kvpool_step_csr::size"]
+        [::core::mem::offset_of!(kvpool_step_csr, size) - 0usize];
+    ["Offset of field: kvpool_step_csr::kv_indptr"]
+        [::core::mem::offset_of!(kvpool_step_csr, kv_indptr) - 8usize];
+    ["Offset of field: kvpool_step_csr::kv_indices"]
+        [::core::mem::offset_of!(kvpool_step_csr, kv_indices) - 16usize];
+    ["Offset of field: kvpool_step_csr::kv_last_block_len"]
+        [::core::mem::offset_of!(kvpool_step_csr, kv_last_block_len) - 24usize];
+    ["Offset of field: kvpool_step_csr::kv_first_position"]
+        [::core::mem::offset_of!(kvpool_step_csr, kv_first_position) - 32usize];
+    ["Offset of field: kvpool_step_csr::num_indices"]
+        [::core::mem::offset_of!(kvpool_step_csr, num_indices) - 40usize];
+    ["Offset of field: kvpool_step_csr::reserved"]
+        [::core::mem::offset_of!(kvpool_step_csr, reserved) - 44usize];
+};
 pub type kvpool_step_csr_t = kvpool_step_csr;
 pub type kvpool_dtype_t = i32;
 pub const KVPOOL_F32: i32 = 0;
@@ -423,6 +843,16 @@ pub struct kvpool_tensor {
     pub dtype: kvpool_dtype_t,
     pub memory: kvpool_memory_t,
 }
+const _: () = {
+    ["Size of kvpool_tensor"][::core::mem::size_of::<kvpool_tensor>() - 24usize];
+    ["Alignment of kvpool_tensor"][::core::mem::align_of::<kvpool_tensor>() - 8usize];
+    ["Offset of field: kvpool_tensor::data"][::core::mem::offset_of!(kvpool_tensor, data) - 0usize];
+    ["Offset of field: kvpool_tensor::len"][::core::mem::offset_of!(kvpool_tensor, len) - 8usize];
+    ["Offset of field: kvpool_tensor::dtype"]
+        [::core::mem::offset_of!(kvpool_tensor, dtype) - 16usize];
+    ["Offset of field: kvpool_tensor::memory"]
+        [::core::mem::offset_of!(kvpool_tensor, memory) - 20usize];
+};
 pub type kvpool_tensor_t = kvpool_tensor;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -432,6 +862,19 @@ pub struct kvpool_attend_options {
     pub reserved: u32,
     pub lse: kvpool_tensor_t,
 }
+const _: () = {
+    ["Size of kvpool_attend_options"][::core::mem::size_of::<kvpool_attend_options>() - 40usize];
+    ["Alignment of kvpool_attend_options"]
+        [::core::mem::align_of::<kvpool_attend_options>() - 8usize];
+    ["Offset of field: kvpool_attend_options::size"]
+        [::core::mem::offset_of!(kvpool_attend_options, size) - 0usize];
+    ["Offset of field: kvpool_attend_options::softmax_scale"]
+        [::core::mem::offset_of!(kvpool_attend_options, softmax_scale) - 8usize];
+    ["Offset of field: kvpool_attend_options::reserved"]
+        [::core::mem::offset_of!(kvpool_attend_options, reserved) - 12usize];
+    ["Offset of field: kvpool_attend_options::lse"]
+        [::core::mem::offset_of!(kvpool_attend_options, lse) - 16usize];
+};
 pub type kvpool_attend_options_t = kvpool_attend_options;
 pub type kvpool_tables_t = u32;
 pub const KVPOOL_TABLES_CSR: i32 = 1;
@@ -451,6 +894,32 @@ pub struct kvpool_step_device {
     pub block_table_row: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_step_device"][::core::mem::size_of::<kvpool_step_device>() - 80usize];
+    ["Alignment of kvpool_step_device"][::core::mem::align_of::<kvpool_step_device>() - 8usize];
+    ["Offset of field: kvpool_step_device::size"]
+        [::core::mem::offset_of!(kvpool_step_device, size) - 0usize];
+    ["Offset of field: kvpool_step_device::positions"]
+        [::core::mem::offset_of!(kvpool_step_device, positions) - 8usize];
+    ["Offset of field: kvpool_step_device::seq_lens"]
+        [::core::mem::offset_of!(kvpool_step_device, seq_lens) - 16usize];
+    ["Offset of field: kvpool_step_device::token_slots"]
+        [::core::mem::offset_of!(kvpool_step_device, token_slots) - 24usize];
+    ["Offset of field: kvpool_step_device::block_table"]
+        [::core::mem::offset_of!(kvpool_step_device, block_table) - 32usize];
+    ["Offset of field: kvpool_step_device::kv_indptr"]
+        [::core::mem::offset_of!(kvpool_step_device, kv_indptr) - 40usize];
+    ["Offset of field: kvpool_step_device::kv_indices"]
+        [::core::mem::offset_of!(kvpool_step_device, kv_indices) - 48usize];
+    ["Offset of field: kvpool_step_device::kv_last_block_len"]
+        [::core::mem::offset_of!(kvpool_step_device, kv_last_block_len) - 56usize];
+    ["Offset of field: kvpool_step_device::kv_first_position"]
+        [::core::mem::offset_of!(kvpool_step_device, kv_first_position) - 64usize];
+    ["Offset of field: kvpool_step_device::block_table_row"]
+        [::core::mem::offset_of!(kvpool_step_device, block_table_row) - 72usize];
+    ["Offset of field: kvpool_step_device::reserved"]
+        [::core::mem::offset_of!(kvpool_step_device, reserved) - 76usize];
+};
 pub type kvpool_step_device_t = kvpool_step_device;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -461,6 +930,19 @@ pub struct kvpool_probe {
     pub partial_tokens: u32,
     pub reserved: u32,
 }
+const _: () = {
+    ["Size of kvpool_probe"][::core::mem::size_of::<kvpool_probe>() - 24usize];
+    ["Alignment of kvpool_probe"][::core::mem::align_of::<kvpool_probe>() - 8usize];
+    ["Offset of field: kvpool_probe::size"][::core::mem::offset_of!(kvpool_probe, size) - 0usize];
+    ["Offset of field: kvpool_probe::cached_len"]
+        [::core::mem::offset_of!(kvpool_probe, cached_len) - 8usize];
+    ["Offset of field: kvpool_probe::full_blocks"]
+        [::core::mem::offset_of!(kvpool_probe, full_blocks) - 12usize];
+    ["Offset of field: kvpool_probe::partial_tokens"]
+        [::core::mem::offset_of!(kvpool_probe, partial_tokens) - 16usize];
+    ["Offset of field: kvpool_probe::reserved"]
+        [::core::mem::offset_of!(kvpool_probe, reserved) - 20usize];
+};
 pub type kvpool_probe_t = kvpool_probe;
 pub type kvpool_event_kind_t = i32;
 pub const KVPOOL_STORED: i32 = 0;
@@ -480,6 +962,26 @@ pub struct kvpool_event {
     pub num_tokens: u32,
     pub tokens: *const u32,
 }
+const _: () = {
+    ["Size of kvpool_event"][::core::mem::size_of::<kvpool_event>() - 48usize];
+    ["Alignment of kvpool_event"][::core::mem::align_of::<kvpool_event>() - 8usize];
+    ["Offset of field: kvpool_event::size"][::core::mem::offset_of!(kvpool_event, size) - 0usize];
+    ["Offset of field: kvpool_event::number"]
+        [::core::mem::offset_of!(kvpool_event, number) - 8usize];
+    ["Offset of field: kvpool_event::kind"][::core::mem::offset_of!(kvpool_event, kind) - 16usize];
+    ["Offset of field: kvpool_event::group"]
+        [::core::mem::offset_of!(kvpool_event, group) - 20usize];
+    ["Offset of field: kvpool_event::block"]
+        [::core::mem::offset_of!(kvpool_event, block) - 24usize];
+    ["Offset of field: kvpool_event::parent"]
+        [::core::mem::offset_of!(kvpool_event, parent) - 28usize];
+    ["Offset of field: kvpool_event::name_space"]
+        [::core::mem::offset_of!(kvpool_event, name_space) - 32usize];
+    ["Offset of field: kvpool_event::num_tokens"]
+        [::core::mem::offset_of!(kvpool_event, num_tokens) - 36usize];
+    ["Offset of field: kvpool_event::tokens"]
+        [::core::mem::offset_of!(kvpool_event, tokens) - 40usize];
+};
 pub type kvpool_event_t = kvpool_event;
 pub type kvpool_event_fn = ::core::option::Option<
     unsafe extern "C" fn(context: *mut ::core::ffi::c_void, event: *const kvpool_event_t),
@@ -527,6 +1029,86 @@ pub struct kvpool_stats {
     pub refused_too_long: u64,
     pub refused_static_batch: u64,
 }
+const _: () = {
+    ["Size of kvpool_stats"][::core::mem::size_of::<kvpool_stats>() - 312usize];
+    ["Alignment of kvpool_stats"][::core::mem::align_of::<kvpool_stats>() - 8usize];
+    ["Offset of field: kvpool_stats::size"][::core::mem::offset_of!(kvpool_stats, size) - 0usize];
+    ["Offset of field: kvpool_stats::seqs"][::core::mem::offset_of!(kvpool_stats, seqs) - 8usize];
+    ["Offset of field: kvpool_stats::used_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, used_bytes) - 16usize];
+    ["Offset of field: kvpool_stats::held_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, held_bytes) - 24usize];
+    ["Offset of field: kvpool_stats::promised_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, promised_bytes) - 32usize];
+    ["Offset of field: kvpool_stats::cached_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, cached_bytes) - 40usize];
+    ["Offset of field: kvpool_stats::peak_used_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, peak_used_bytes) - 48usize];
+    ["Offset of field: kvpool_stats::peak_held_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, peak_held_bytes) - 56usize];
+    ["Offset of field: kvpool_stats::tokens_appended"]
+        [::core::mem::offset_of!(kvpool_stats, tokens_appended) - 64usize];
+    ["Offset of field: kvpool_stats::steps_committed"]
+        [::core::mem::offset_of!(kvpool_stats, steps_committed) - 72usize];
+    ["Offset of field: kvpool_stats::steps_cancelled"]
+        [::core::mem::offset_of!(kvpool_stats, steps_cancelled) - 80usize];
+    ["Offset of field: kvpool_stats::seqs_begun"]
+        [::core::mem::offset_of!(kvpool_stats, seqs_begun) - 88usize];
+    ["Offset of field: kvpool_stats::nonfinite"]
+        [::core::mem::offset_of!(kvpool_stats, nonfinite) - 96usize];
+    ["Offset of field: kvpool_stats::saturated"]
+        [::core::mem::offset_of!(kvpool_stats, saturated) - 104usize];
+    ["Offset of field: kvpool_stats::copied_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, copied_bytes) - 112usize];
+    ["Offset of field: kvpool_stats::prefix_queries"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_queries) - 120usize];
+    ["Offset of field: kvpool_stats::prefix_query_tokens"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_query_tokens) - 128usize];
+    ["Offset of field: kvpool_stats::prefix_hit_tokens"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_hit_tokens) - 136usize];
+    ["Offset of field: kvpool_stats::prefix_hit_blocks"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_hit_blocks) - 144usize];
+    ["Offset of field: kvpool_stats::prefix_partial_hits"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_partial_hits) - 152usize];
+    ["Offset of field: kvpool_stats::prefix_partial_tokens"]
+        [::core::mem::offset_of!(kvpool_stats, prefix_partial_tokens) - 160usize];
+    ["Offset of field: kvpool_stats::window_misses"]
+        [::core::mem::offset_of!(kvpool_stats, window_misses) - 168usize];
+    ["Offset of field: kvpool_stats::donor_misses"]
+        [::core::mem::offset_of!(kvpool_stats, donor_misses) - 176usize];
+    ["Offset of field: kvpool_stats::blocks_published"]
+        [::core::mem::offset_of!(kvpool_stats, blocks_published) - 184usize];
+    ["Offset of field: kvpool_stats::blocks_deduplicated"]
+        [::core::mem::offset_of!(kvpool_stats, blocks_deduplicated) - 192usize];
+    ["Offset of field: kvpool_stats::evictions"]
+        [::core::mem::offset_of!(kvpool_stats, evictions) - 200usize];
+    ["Offset of field: kvpool_stats::cow_copies"]
+        [::core::mem::offset_of!(kvpool_stats, cow_copies) - 208usize];
+    ["Offset of field: kvpool_stats::blocks_withdrawn"]
+        [::core::mem::offset_of!(kvpool_stats, blocks_withdrawn) - 216usize];
+    ["Offset of field: kvpool_stats::partial_copies"]
+        [::core::mem::offset_of!(kvpool_stats, partial_copies) - 224usize];
+    ["Offset of field: kvpool_stats::partial_takeovers"]
+        [::core::mem::offset_of!(kvpool_stats, partial_takeovers) - 232usize];
+    ["Offset of field: kvpool_stats::donor_copies"]
+        [::core::mem::offset_of!(kvpool_stats, donor_copies) - 240usize];
+    ["Offset of field: kvpool_stats::donor_takeovers"]
+        [::core::mem::offset_of!(kvpool_stats, donor_takeovers) - 248usize];
+    ["Offset of field: kvpool_stats::namespaces_refused"]
+        [::core::mem::offset_of!(kvpool_stats, namespaces_refused) - 256usize];
+    ["Offset of field: kvpool_stats::preemptions"]
+        [::core::mem::offset_of!(kvpool_stats, preemptions) - 264usize];
+    ["Offset of field: kvpool_stats::refused_slots"]
+        [::core::mem::offset_of!(kvpool_stats, refused_slots) - 272usize];
+    ["Offset of field: kvpool_stats::refused_blocks"]
+        [::core::mem::offset_of!(kvpool_stats, refused_blocks) - 280usize];
+    ["Offset of field: kvpool_stats::refused_never"]
+        [::core::mem::offset_of!(kvpool_stats, refused_never) - 288usize];
+    ["Offset of field: kvpool_stats::refused_too_long"]
+        [::core::mem::offset_of!(kvpool_stats, refused_too_long) - 296usize];
+    ["Offset of field: kvpool_stats::refused_static_batch"]
+        [::core::mem::offset_of!(kvpool_stats, refused_static_batch) - 304usize];
+};
 pub type kvpool_stats_t = kvpool_stats;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -540,4 +1122,24 @@ pub struct kvpool_group_stats {
     pub peak_cached: u32,
     pub live_tokens: u64,
 }
+const _: () = {
+    ["Size of kvpool_group_stats"][::core::mem::size_of::<kvpool_group_stats>() - 40usize];
+    ["Alignment of kvpool_group_stats"][::core::mem::align_of::<kvpool_group_stats>() - 8usize];
+    ["Offset of field: kvpool_group_stats::size"]
+        [::core::mem::offset_of!(kvpool_group_stats, size) - 0usize];
+    ["Offset of field: kvpool_group_stats::reuse"]
+        [::core::mem::offset_of!(kvpool_group_stats, reuse) - 8usize];
+    ["Offset of field: kvpool_group_stats::blocks_free"]
+        [::core::mem::offset_of!(kvpool_group_stats, blocks_free) - 12usize];
+    ["Offset of field: kvpool_group_stats::blocks_active"]
+        [::core::mem::offset_of!(kvpool_group_stats, blocks_active) - 16usize];
+    ["Offset of field: kvpool_group_stats::blocks_cached"]
+        [::core::mem::offset_of!(kvpool_group_stats, blocks_cached) - 20usize];
+    ["Offset of field: kvpool_group_stats::blocks_promised"]
+        [::core::mem::offset_of!(kvpool_group_stats, blocks_promised) - 24usize];
+    ["Offset of field: kvpool_group_stats::peak_cached"]
+        [::core::mem::offset_of!(kvpool_group_stats, peak_cached) - 28usize];
+    ["Offset of field: kvpool_group_stats::live_tokens"]
+        [::core::mem::offset_of!(kvpool_group_stats, live_tokens) - 32usize];
+};
 pub type kvpool_group_stats_t = kvpool_group_stats;
