@@ -5,6 +5,7 @@
 //! `threads.cpp` 59. Without a C or C++ compiler they are skipped, and that is printed.
 //! `csrc/tests/capi.sh` runs the same programs under sanitizers and valgrind.
 
+mod closer;
 mod header;
 mod programs;
 mod service;

@@ -8,8 +8,10 @@
 #if defined(__cpp_exceptions) || defined(_CPPUNWIND)
 #include <exception>
 #define KVPOOL_HPP_CATCHES 1
+#define KVPOOL_HPP_EVENTS catching
 #else
 #define KVPOOL_HPP_CATCHES 0
+#define KVPOOL_HPP_EVENTS not_catching
 #endif
 
 #include "owners.hpp"
@@ -23,6 +25,9 @@ struct CacheKind {
     static constexpr const char* NAME = "Cache";
     static kvpool_status_t give_back(kvpool_cache_t c) noexcept { return kvpool_cache_close(c); }
 };
+
+// Units with and without the compiler's exceptions may be of one program, and share the other types.
+inline namespace KVPOOL_HPP_EVENTS {
 
 // Carries a callable through the C callback. What it throws waits here until the call is over.
 template <class F>
@@ -57,6 +62,8 @@ struct EventCall {
 #endif
     }
 };
+
+}  // namespace KVPOOL_HPP_EVENTS
 
 // A template, so that DLManagedTensor need not be complete here.
 struct DlpackDeleter {
@@ -218,8 +225,9 @@ public:
     // can then be shared. Without them these stay private.
     Result<Step> reserve(span<const StepItem> items, span<const uint32_t> tokens = {}) noexcept {
         kvpool_step_t c = {};
-        if (kvpool_cache_reserve(held_, items.data(), items.size(), tokens.data(), tokens.size(), &c) !=
-            KVPOOL_OK) {
+        // An empty list has an address too.
+        const uint32_t* ids = tokens.empty() ? nullptr : tokens.data();
+        if (kvpool_cache_reserve(held_, items.data(), items.size(), ids, tokens.size(), &c) != KVPOOL_OK) {
             return Error::last();
         }
         uint32_t num_tokens = 0;
@@ -251,9 +259,9 @@ public:
 
     // each(const Event&) for the events since the last call. What it throws is thrown on when the call is
     // over; the events behind that one are lost.
-    template <class F>
+    template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<EventCount> poll_events(F&& each) {
-        detail::EventCall<std::remove_reference_t<F>> call{each};
+        Call call{each};
         EventCount count = {};
         const kvpool_status_t status =
             kvpool_cache_poll_events(held_, call.from_c, &call, &count.delivered, &count.lost);
@@ -261,9 +269,9 @@ public:
         return detail::result(status, count);
     }
     // The whole index as events, for a reader that begins late or has lost some; how many.
-    template <class F>
+    template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<uint64_t> resync_events(F&& each) {
-        detail::EventCall<std::remove_reference_t<F>> call{each};
+        Call call{each};
         uint64_t delivered = 0;
         const kvpool_status_t status = kvpool_cache_resync_events(held_, call.from_c, &call, &delivered);
         call.rethrow();

@@ -216,21 +216,47 @@ private:
     bool is_some_ = false;
 };
 
+// The ranges of a sequence, at most KVPOOL_MAX_RETENTIONS: copied, so that the braces they come in may go.
+class Retentions {
+public:
+    Retentions() noexcept = default;
+    Retentions(std::initializer_list<Retention> ranges) noexcept
+        : Retentions(span<const Retention>(ranges.begin(), ranges.size())) {}
+    // Of an array, a vector, a span.
+    template <class C, std::enable_if_t<std::is_convertible_v<const C&, span<const Retention>>, int> = 0>
+    Retentions(const C& ranges) noexcept : Retentions(Copied{}, ranges) {}
+
+    uint32_t size() const noexcept { return size_; }
+    const kvpool_retention_t* data() const noexcept { return ranges_; }
+
+private:
+    struct Copied {};
+    Retentions(Copied, span<const Retention> ranges) noexcept {
+        // One too many is enough for the library to refuse them.
+        for (size_t i = 0; i < ranges.size() && size_ <= KVPOOL_MAX_RETENTIONS; ++i) {
+            ranges_[size_++] = ranges[i];
+        }
+    }
+
+    kvpool_retention_t ranges_[KVPOOL_MAX_RETENTIONS + 1] = {};
+    uint32_t size_ = 0;
+};
+
 struct BeginOptions {
     Key key = {};                           // the engine's name; no two live sequences have the same
     uint32_t max_len = 0;                   // prompt and output together; 0 = limits.max_seq_len
     uint32_t lookahead_tokens = 0;          // beyond max_len, that may be appended and rewound
-    span<const Retention> retentions = {};  // at most KVPOOL_MAX_RETENTIONS, not copied
+    Retentions retentions = {};             // how long they are kept for others
     Namespace name_space = {};
 
+    // As C takes it, with pointers into this.
     kvpool_begin_options_t c() const noexcept {
         kvpool_begin_options_t c = KVPOOL_BEGIN_OPTIONS_INIT;
         c.key = key.number();
         c.has_key = key.is_some() ? 1 : 0;
         c.max_len = max_len;
         c.lookahead_tokens = lookahead_tokens;
-        const size_t num = retentions.size();
-        c.num_retentions = num < UINT32_MAX ? static_cast<uint32_t>(num) : UINT32_MAX;
+        c.num_retentions = retentions.size();
         c.retentions = retentions.data();
         c.name_space = name_space.c();
         return c;
