@@ -224,6 +224,12 @@ impl Cache {
         Ok(self.pool.device.set_stream(stream)?)
     }
 
+    /// Puts the work from here on into the device's own stream again: the caller's is not used any
+    /// more, and may go. Nothing to do where there is none.
+    pub(crate) fn leave_stream(&mut self) -> Result<(), CacheError> {
+        Ok(self.pool.device.leave_stream()?)
+    }
+
     /// Waits for all work that was put into the device's stream, after which the counters of
     /// appends whose tensors were in device memory are complete. Nothing to do on the CPU.
     ///

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `failure.rs` | status, last error |
 //! | `handle.rs`, `registry.rs` | handles, and the objects behind them |
-//! | `object.rs` | a cache behind its handle: who may enter, and what a panic leaves |
+//! | `object.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
 //! | `caller.rs` | pointers of the caller, checked |
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
@@ -16,9 +16,10 @@
 //! that the header declares) are made by `csrc/bindings.sh`.
 //!
 //! **Locks.** There are three, and none is taken while a later one is held: the table of objects
-//! (`registry.rs`, for the time of a look-up), a cache's own mutex (`object.rs`), its DLPack views
-//! (`dlpack.rs`). A verb claims the cache before it takes the mutex, so a second verb is refused
-//! rather than kept waiting; a reader waits.
+//! (`registry.rs`, for the time of a look-up), a cache's own mutex (`object.rs`; `turns.rs` says in
+//! which order it is given), its DLPack views (`dlpack.rs`). A verb claims the cache before it takes
+//! the mutex, so a second verb is refused rather than kept waiting; a reader waits for the verb that
+//! is under way, and a verb for the readers that are.
 
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "kvpool.h documents the functions")]
 #![allow(non_camel_case_types, reason = "the header's names")]
@@ -45,7 +46,10 @@ mod step;
 mod tensor;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_waiting;
 mod text;
+mod turns;
 
 pub use admission::*;
 pub use bindings::*;

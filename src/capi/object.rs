@@ -3,12 +3,13 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
 use super::bindings::{KVPOOL_OK, kvpool_cache_t, kvpool_status_t, kvpool_step_t};
 use super::dlpack::Views;
 use super::failure::{CallError, Failure, note};
 use super::registry::Registry;
+use super::turns::Turns;
 use super::{fault, handle};
 use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
@@ -28,7 +29,7 @@ pub(super) struct Object {
     pub(super) base: usize,
     pub(super) prober: Option<Prober>,
     pub(super) views: Views,
-    open: Mutex<Open>,
+    open: Turns<Open>,
     /// The thread that is in a verb; 0 for none.
     inside: AtomicUsize,
     poisoned: AtomicBool,
@@ -84,7 +85,7 @@ impl Object {
             base: cache.pool_ptr().expose_provenance(),
             prober: cache.prober(),
             views: Views::new(plan.geometry.num_layers),
-            open: Mutex::new(Open::new(cache)),
+            open: Turns::new(Open::new(cache)),
             inside: AtomicUsize::new(0),
             poisoned: AtomicBool::new(false),
             closed: AtomicBool::new(false),
@@ -100,10 +101,9 @@ impl Object {
         if claimed.is_err() { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
     }
 
-    /// The cache, once nobody is in it.
+    /// The cache, once nobody is in it. What a panic left is known by `poisoned`.
     fn lock(&self) -> MutexGuard<'_, Open> {
-        // What a panic left is known by `poisoned`.
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 
     /// Refuses a cache that was closed meanwhile, or met a panic before.
@@ -124,8 +124,8 @@ impl Object {
 
     fn verb(&self, call: impl FnOnce(&mut Open) -> Result<(), Failure>) -> Result<(), Failure> {
         let _inside = self.enter()?;
-        self.check_usable()?;
         let mut open = self.lock();
+        self.check_usable()?;
         self.run(|| {
             fault::point();
             call(&mut open)
@@ -137,8 +137,9 @@ impl Object {
         if self.inside.load(Ordering::Relaxed) == this_thread() {
             return Err(CallError::Busy.into());
         }
-        self.check_usable()?;
         let open = self.lock();
+        // Only now: it was waited for, and may have met a panic meanwhile.
+        self.check_usable()?;
         self.run(|| call(&open))
     }
 }
@@ -214,14 +215,19 @@ pub(super) fn any(
     })
 }
 
-/// Takes a cache out, unless a verb is under way.
+/// Takes a cache out, unless a verb is under way. Waits for its readers.
 pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
     guarded(|| {
         let object = CACHES.get(cache)?;
         let _inside = object.enter()?;
-        // Whoever is still reading keeps the object until it is done.
-        CACHES.remove(cache)?;
+        let mut open = object.lock();
+        // Readers that wait, and whoever has looked it up, are told that it is gone.
         object.closed.store(true, Ordering::Release);
+        // A view that is out keeps the device, but the caller's stream may go now. What the driver
+        // says to that concerns nobody any more.
+        let _ = object.run(|| Ok(open.cache.leave_stream()?));
+        drop(open);
+        CACHES.remove(cache)?;
         Ok(())
     })
 }

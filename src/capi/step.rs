@@ -4,9 +4,9 @@ use std::ptr::null;
 
 use super::bindings::*;
 use super::caller::Caller;
-use super::failure::{CallError, Failure};
+use super::failure::CallError;
 use super::handle::{self, of_step, seq, seq_or_nobodys};
-use super::object::{CACHES, step_verb, verb, verb_beside_step};
+use super::object::{step_verb, verb, verb_beside_step};
 use super::tensor::{Attend, Given};
 use crate::cache::{AttendOptions, SeqHandle, Step, StepItem};
 use crate::device::BatchSeq;
@@ -163,11 +163,11 @@ pub unsafe extern "C" fn kvpool_step_get_csr(
     })
 }
 
-/// The pool's bytes in host memory, which no output may overlap.
-fn pool_bytes(cache: kvpool_cache_t) -> Result<(usize, usize), Failure> {
-    let object = CACHES.get(cache)?;
-    let bytes = usize::try_from(object.plan.pool_bytes.get()).unwrap_or(usize::MAX);
-    Ok((object.base, object.base.saturating_add(bytes)))
+/// The pool's bytes in host memory, which no tensor may overlap.
+fn pool_bytes(step: &Step<'_>) -> (usize, usize) {
+    let bytes = usize::try_from(step.plan().pool_bytes.get()).unwrap_or(usize::MAX);
+    let start = step.pool_ptr().addr();
+    (start, start.saturating_add(bytes))
 }
 
 #[unsafe(no_mangle)]
@@ -187,7 +187,7 @@ pub unsafe extern "C" fn kvpool_step_append(
         if k.on_device {
             return Ok(step.append_device(layer, k.device(), v.device())?);
         }
-        let pool = pool_bytes(cache)?;
+        let pool = pool_bytes(step);
         k.apart_from_bytes(pool, "the pool")?;
         v.apart_from_bytes(pool, "the pool")?;
         Ok(step.append(layer, k.host(&caller)?, v.host(&caller)?)?)
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn kvpool_step_attend(
             let lse = lse.map(|lse| lse.device());
             return Ok(step.attend_device(layer, q.device(), out.device(), lse, softmax_scale)?);
         }
-        let pool = pool_bytes(cache)?;
+        let pool = pool_bytes(step);
         for tensor in [Some(out), Some(q), lse].iter().flatten() {
             tensor.apart_from_bytes(pool, "the pool")?;
         }

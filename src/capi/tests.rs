@@ -14,7 +14,7 @@ const TOML: &str = "model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1,
     device = { threads = 1 }";
 
 /// An open cache.
-fn open() -> kvpool_cache_t {
+pub(super) fn open() -> kvpool_cache_t {
     // SAFETY: handles are numbers.
     let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
         unsafe { zeroed() };
@@ -31,7 +31,7 @@ fn open() -> kvpool_cache_t {
     cache
 }
 
-fn begin(cache: kvpool_cache_t, prompt: &[u32]) -> (kvpool_status_t, kvpool_begun_t) {
+pub(super) fn begin(cache: kvpool_cache_t, prompt: &[u32]) -> (kvpool_status_t, kvpool_begun_t) {
     // SAFETY: numbers.
     let mut begun: kvpool_begun_t = unsafe { zeroed() };
     let size = size_of::<kvpool_begun_t>();
@@ -42,7 +42,7 @@ fn begin(cache: kvpool_cache_t, prompt: &[u32]) -> (kvpool_status_t, kvpool_begu
     (status, begun)
 }
 
-fn stats(cache: kvpool_cache_t) -> kvpool_status_t {
+pub(super) fn stats(cache: kvpool_cache_t) -> kvpool_status_t {
     // SAFETY: numbers.
     let mut stats: kvpool_stats_t = unsafe { zeroed() };
     // SAFETY: a place and its size.

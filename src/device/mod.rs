@@ -353,6 +353,15 @@ pub trait Device: Send + fmt::Debug {
         Err(DeviceError::NoStreams { kind: self.info().kind })
     }
 
+    /// Puts the work from here on into the device's own stream, behind what was put into the
+    /// caller's, which is not used any more. Nothing to do without streams.
+    ///
+    /// # Errors
+    /// What the driver says.
+    fn leave_stream(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Waits for all work that was put into the stream, and gives what its appends counted since
     /// the last time. Nothing to do where every call waits for itself.
     ///

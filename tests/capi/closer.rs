@@ -14,6 +14,11 @@ fn passes(name: &str, source: &str, extra: &[&str]) {
 }
 
 #[test]
+fn a_reader_comes_to_its_turn_beside_a_busy_engine() {
+    passes("turns", "csrc/tests/capi/turns.cpp", &["-O2"]);
+}
+
+#[test]
 fn what_is_in_braces_means_what_it_looks_like() {
     passes("braces", "csrc/tests/capi/braces.cpp", &["-O2"]);
 }

@@ -9,6 +9,7 @@ mod edges;
 mod emulator;
 mod errors;
 mod exports;
+mod from_c;
 mod graph;
 mod inside;
 mod traffic;
@@ -99,6 +100,7 @@ fn the_tests_of_the_device_run_on_the_emulated_device() {
         "cuda::errors::",
         "cuda::edges::",
         "cuda::exports::",
+        "cuda::from_c::",
         "cuda::graph::",
         "--ignored",
         "--test-threads=1",

@@ -202,6 +202,16 @@ impl CudaDevice {
         Ok(new)
     }
 
+    /// Work from here on goes into another stream, behind what was put into the one before.
+    fn change_stream(&mut self, stream: Stream) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        cx.record(&self.handover, self.stream)?;
+        cx.order_behind(stream, &self.handover)?;
+        self.stream = stream;
+        Ok(())
+    }
+
     /// Times that the host was a whole ring of buffers ahead of the GPU, and had to wait.
     #[must_use]
     pub fn ring_waits(&self) -> u64 {
@@ -348,13 +358,15 @@ impl Device for CudaDevice {
     }
 
     fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
-        let context = Arc::clone(&self.context);
-        let cx = context.enter()?;
-        let stream = Stream::foreign(stream.as_ptr());
-        cx.record(&self.handover, self.stream)?;
-        cx.order_behind(stream, &self.handover)?;
-        self.stream = stream;
-        Ok(())
+        self.change_stream(Stream::foreign(stream.as_ptr()))
+    }
+
+    fn leave_stream(&mut self) -> Result<(), DeviceError> {
+        let own = self.own_stream.stream();
+        // Where there was no other, there is nothing to wait for either.
+        let changed = if self.stream == own { Ok(()) } else { self.change_stream(own) };
+        self.stream = own;
+        changed
     }
 
     fn synchronize(&mut self) -> Result<AppendCounts, DeviceError> {

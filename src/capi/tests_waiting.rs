@@ -1,0 +1,77 @@
+//! What those find who had to wait for a cache.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use super::object::{reader, verb};
+use super::tests::{begin, open, stats};
+use super::*;
+
+/// Long enough for another thread to begin to wait.
+fn a_while() {
+    thread::sleep(Duration::from_millis(30));
+}
+
+/// A reader that waited for a verb which met a panic does not read what that left.
+#[test]
+fn a_reader_that_waited_for_a_panic_is_told() {
+    let cache = open();
+    let inside = Barrier::new(2);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let status = verb(cache, |_| {
+                inside.wait();
+                a_while();
+                panic!("a panic that a test asked for")
+            });
+            assert_eq!(status, KVPOOL_PANIC);
+        });
+        inside.wait();
+        assert_eq!(stats(cache), KVPOOL_POISONED);
+    });
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+}
+
+/// Nor does a verb that waited for a reader.
+#[test]
+fn a_verb_that_waited_for_a_panic_is_told() {
+    let cache = open();
+    let inside = Barrier::new(2);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let status = reader(cache, |_| {
+                inside.wait();
+                a_while();
+                panic!("a panic that a test asked for")
+            });
+            assert_eq!(status, KVPOOL_PANIC);
+        });
+        inside.wait();
+        assert_eq!(begin(cache, &[1]).0, KVPOOL_POISONED);
+    });
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+}
+
+/// When a cache is closed nobody reads it any more.
+#[test]
+fn closing_waits_for_readers() {
+    let cache = open();
+    let (inside, done) = (Barrier::new(2), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let status = reader(cache, |_| {
+                inside.wait();
+                a_while();
+                done.store(true, Ordering::Release);
+                Ok(())
+            });
+            assert_eq!(status, KVPOOL_OK);
+        });
+        inside.wait();
+        assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+        assert!(done.load(Ordering::Acquire), "the cache was closed under a reader");
+    });
+    assert_eq!(stats(cache), KVPOOL_STALE_HANDLE);
+}
