@@ -156,7 +156,7 @@ impl Cache {
         &self,
         reservation: Reservation,
     ) -> Result<(u32, Reservation), ReservationRefused> {
-        match self.seqs.check(reservation.begun.sequence) {
+        match self.seqs.check_reserved(reservation.begun.sequence) {
             Ok(slot) => Ok((slot, reservation)),
             Err(CacheError::ForeignHandle) => Err(ReservationRefused::Foreign(reservation)),
             Err(_) => Err(ReservationRefused::Cancelled),

@@ -123,13 +123,26 @@ impl SeqTable {
         }
     }
 
-    /// The slot of a handle, when its sequence is alive.
+    /// The slot of a handle, when its sequence is alive. A reservation is no sequence yet.
     pub(super) fn check(&self, handle: SeqHandle) -> Result<u32, CacheError> {
+        self.check_as(handle, false)
+    }
+
+    /// The slot of a reservation, when it is still one.
+    pub(super) fn check_reserved(&self, handle: SeqHandle) -> Result<u32, CacheError> {
+        self.check_as(handle, true)
+    }
+
+    fn check_as(&self, handle: SeqHandle, reserved: bool) -> Result<u32, CacheError> {
         if handle.cache_id != self.cache_id {
             return Err(CacheError::ForeignHandle);
         }
         match self.records.get(handle.slot as usize) {
-            Some(record) if record.alive && record.generation == handle.generation => {
+            Some(record)
+                if record.alive
+                    && record.reserved == reserved
+                    && record.generation == handle.generation =>
+            {
                 Ok(handle.slot)
             }
             _ => Err(CacheError::StaleHandle { slot: handle.slot, generation: handle.generation }),

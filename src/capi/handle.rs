@@ -18,7 +18,7 @@ use crate::pool::BlockHandle;
 const GENERATION_BITS: u32 = 56;
 
 /// A block's handle has its group in the upper bits of the generation.
-const GROUP_BITS: u32 = 12;
+const GROUP_BITS: u32 = 16;
 const BLOCK_GENERATION_BITS: u32 = GENERATION_BITS - GROUP_BITS;
 
 /// A type of handles.
@@ -137,10 +137,16 @@ pub(super) fn block(handle: kvpool_block_t) -> Result<BlockHandle, CallError> {
     Ok(BlockHandle::from_parts(owner, group, place, generation))
 }
 
-pub(super) fn of_block(handle: BlockHandle) -> kvpool_block_t {
+/// A block's handle, where its group has a number that fits.
+pub(super) fn of_block(handle: BlockHandle) -> Result<kvpool_block_t, CallError> {
     let (owner, group, place, generation) = handle.parts();
+    if group >> GROUP_BITS != 0 {
+        let problem = "has a number that is too high for handles of its blocks";
+        return Err(CallError::BadArgument { what: "group", problem });
+    }
     let generation = generation & ((1 << BLOCK_GENERATION_BITS) - 1);
-    pack(Parts { owner, place, generation: u64::from(group) << BLOCK_GENERATION_BITS | generation })
+    let generation = u64::from(group) << BLOCK_GENERATION_BITS | generation;
+    Ok(pack(Parts { owner, place, generation }))
 }
 
 #[cfg(test)]
@@ -151,8 +157,13 @@ mod tests {
     fn a_handle_keeps_its_parts() {
         let parts = Parts { owner: u32::MAX, place: 7, generation: (1 << GENERATION_BITS) - 1 };
         assert_eq!(unpack(pack::<kvpool_seq_t>(parts)), Ok(parts));
-        let block = BlockHandle::from_parts(3, 4095, u32::MAX, (1 << BLOCK_GENERATION_BITS) - 1);
-        assert_eq!(super::block(of_block(block)), Ok(block));
+        for group in [0, 4095, 4096, 65535] {
+            let generation = (1 << BLOCK_GENERATION_BITS) - 1;
+            let block = BlockHandle::from_parts(3, group, u32::MAX, generation);
+            assert_eq!(of_block(block).and_then(super::block), Ok(block));
+        }
+        // Cut, it would be another group's block.
+        assert!(of_block(BlockHandle::from_parts(3, 65536, 1, 1)).is_err());
     }
 
     #[test]

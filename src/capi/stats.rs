@@ -171,7 +171,7 @@ pub unsafe extern "C" fn kvpool_cache_block_of(
     reader(cache, |open| {
         let out = caller.place("out", out)?;
         let sequence = handle::seq(sequence)?;
-        out.set(of_block(open.cache.block_of(sequence, GroupIdx(group), position)?));
+        out.set(of_block(open.cache.block_of(sequence, GroupIdx(group), position)?)?);
         Ok(())
     })
 }

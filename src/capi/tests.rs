@@ -212,6 +212,72 @@ fn edge_02_03_handles_that_name_nothing_are_refused() {
     assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
 }
 
+/// A handle of a reservation, made one of a sequence: it is none yet.
+#[test]
+fn a_reservation_is_no_sequence() {
+    let cache = open();
+    let mut reservation = kvpool_reservation_t { word: [0, 0] };
+    let prompt = [1_u32, 2, 3];
+    // SAFETY: a prompt and its length, no options, a place, no estimate.
+    let status = unsafe {
+        kvpool_cache_can_admit(
+            cache,
+            prompt.as_ptr(),
+            3,
+            null(),
+            &raw mut reservation,
+            null_mut(),
+            0,
+        )
+    };
+    assert_eq!(status, KVPOOL_OK);
+    let [at, named] = reservation.word;
+    let forged = kvpool_seq_t { word: [at, named & !(0xFF << 56) | 0xC4 << 56] };
+    assert_eq!(kvpool_cache_truncate(cache, forged, 0), KVPOOL_STALE_HANDLE);
+    assert_eq!(kvpool_cache_release(cache, forged), KVPOOL_STALE_HANDLE);
+    // SAFETY: numbers.
+    let mut begun: kvpool_begun_t = unsafe { zeroed() };
+    let size = size_of::<kvpool_begun_t>();
+    // SAFETY: a place and its size.
+    let status = unsafe { kvpool_cache_begin_reserved(cache, reservation, &raw mut begun, size) };
+    assert_eq!(status, KVPOOL_OK);
+    assert_eq!(kvpool_cache_release(cache, begun.sequence), KVPOOL_OK);
+    assert_eq!(kvpool_cache_check(cache), KVPOOL_OK);
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+}
+
+/// Every handle with one bit turned over, of a sequence and of a step.
+#[test]
+fn a_handle_with_any_bit_turned_over_is_refused() {
+    let cache = open();
+    let (_, begun) = begin(cache, &[1, 2, 3]);
+    let items = [kvpool_step_item_t { sequence: begun.sequence, num_tokens: 3, reserved: 0 }];
+    let mut step = kvpool_step_t { word: [0, 0] };
+    // SAFETY: items and their number, no tokens, a place.
+    let status =
+        unsafe { kvpool_cache_reserve(cache, items.as_ptr(), 1, null(), 0, &raw mut step) };
+    assert_eq!(status, KVPOOL_OK);
+    let turned = |word: [u64; 2], bit: u32| match bit {
+        0..64 => [word[0] ^ 1 << bit, word[1]],
+        _ => [word[0], word[1] ^ 1 << (bit - 64)],
+    };
+    let refused = [KVPOOL_BAD_HANDLE, KVPOOL_STALE_HANDLE, KVPOOL_FOREIGN_HANDLE];
+    // SAFETY: numbers.
+    let mut info: kvpool_seq_info_t = unsafe { zeroed() };
+    let size = size_of::<kvpool_seq_info_t>();
+    for bit in 0..128 {
+        let sequence = kvpool_seq_t { word: turned(begun.sequence.word, bit) };
+        // SAFETY: a place and its size.
+        let status = unsafe { kvpool_seq_get_info(cache, sequence, &raw mut info, size) };
+        assert!(refused.contains(&status), "bit {bit} of a sequence: {status}");
+        let forged = kvpool_step_t { word: turned(step.word, bit) };
+        let status = kvpool_step_mark_appended(cache, forged, 0);
+        assert!(refused.contains(&status), "bit {bit} of a step: {status}");
+    }
+    assert_eq!(kvpool_step_cancel(cache, step), KVPOOL_OK);
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+}
+
 /// In a batch, what is no handle of a sequence is told as that.
 #[test]
 fn a_step_of_what_is_no_sequence_is_refused_as_that() {
