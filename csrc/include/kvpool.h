@@ -11,7 +11,8 @@
  * Status. Every function that can fail gives a kvpool_status_t; KVPOOL_OK is 0. What went wrong, with
  * the numbers and the setting to change, is kept for each thread: kvpool_last_error. A function
  * that fails has changed nothing: no sequence, block, counter or event, unless its comment says so,
- * and has written none of its outputs. A status keeps its number for ever; one that is retired is not
+ * and has written none of its outputs. (Those that begin sequences count what they refuse: refused_... of
+ * kvpool_stats_t.) A status keeps its number for ever; one that is retired is not
  * used again. A later library may give statuses that this header does not know.
  *
  * Panics. A defect of kvpool that would end a Rust program gives KVPOOL_PANIC. If it was met in a
@@ -31,16 +32,19 @@
  * right only where a comment says so, or for an array of length 0. Inputs are read during the call and not
  * kept. An output overlaps no input. Strings are UTF-8. Buffers are followed by their size.
  *
- * Structs. Those with a member `size` may grow in later versions. In one that goes in, set `size` to
- * sizeof, or begin with its ..._INIT, which also sets every default. One that comes out is followed by its
- * size, as in kvpool_cache_stats(cache, KVPOOL_OUT(stats)). Any size but that of this version of the library
- * gives KVPOOL_BAD_SIZE.
+ * Structs. Those with a member `size` may grow in later versions. In one that goes in, set `size` to sizeof,
+ * or begin with its ..._INIT, which also sets every default. One that comes out is followed by its size, as
+ * in kvpool_cache_stats(cache, KVPOOL_OUT(stats)). Any size but that of this version of the library gives
+ * KVPOOL_BAD_SIZE. Members named `reserved` are 0 in what goes in: a later version may give them a meaning.
  *
  * Threads. "Any" below: may be called by any thread at any time, beside every other function. "Reader": the
- * same, but it waits while a verb of the same cache is under way (a callback of that verb gets KVPOOL_BUSY).
- * "Verb": one at a time for each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and
- * so does a callback that calls back. Different caches never wait for each other. A cache is not tied to the
- * thread that opened it. After fork(2) the child must not use a cache: its worker threads are not there.
+ * same, but it waits while a verb or another reader of the same cache is under way (a callback of that verb
+ * gets KVPOOL_BUSY). "Verb": one at a time for each cache; a second thread gets KVPOOL_BUSY, at once and
+ * without any effect, and so does a callback that calls back. A verb waits for the readers that are under
+ * way; most are over at once, but not _check and _digest, nor _export and _read of many bytes. Whoever waits
+ * comes before those who come later, so none is kept out. Different caches never wait for each other. A cache
+ * is not tied to the thread that opened it. After fork(2) the child must not use a cache: its worker threads
+ * are not there.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
@@ -53,8 +57,8 @@
  * kvpool_cache_poll_events, kvpool_cache_resync_events, kvpool_cache_synchronize and kvpool_cache_close.
  *
  * Memory. After kvpool_cache_open no call of a cache allocates, on the host or on the device, failing calls
- * included; kvpool_cache_text is the exception. Pointers into the pool and its tables stay the same for the
- * life of the cache.
+ * included; kvpool_cache_text and kvpool_cache_check are the exceptions. Pointers into
+ * the pool and its tables stay the same for the life of the cache.
  *
  * Units. Sizes and strides of memory are in bytes, lengths of tensors in elements, lengths of sequences in
  * tokens, times in milliseconds. Shapes stand in brackets, the last dimension contiguous.
@@ -166,7 +170,8 @@ typedef struct kvpool_error {
     char message[1024];     /* one sentence: what, where, and what to do. Cut to fit */
 } kvpool_error_t;
 
-/* Copies the calling thread's last failure, which calls that succeed leave as it is, as this one does. Any */
+/* Copies the calling thread's last failure, which calls that succeed leave as it is, as this one does. The
+ * message is made now, for which this call may allocate for a moment. Any */
 kvpool_status_t kvpool_last_error(kvpool_error_t *out, size_t out_size) KVPOOL_NOEXCEPT;
 
 /* For an output struct and its size. */
@@ -249,8 +254,9 @@ enum {
 
 /* A stored scale as a number: it holds bits 30 to 15 of a float that is not negative. */
 static inline float kvpool_scale_to_f32(uint16_t scale) KVPOOL_NOEXCEPT {
-    uint32_t bits = (uint32_t)scale << 15;
+    uint32_t bits = scale;
     float value;
+    bits <<= 15;
     memcpy(&value, &bits, sizeof(value));
     return value;
 }
@@ -387,8 +393,9 @@ kvpool_status_t kvpool_plan_blocks_for(kvpool_plan_t plan, uint32_t group, uint3
  * KVPOOL_MEMORY_TOO_SMALL (nothing was allocated), KVPOOL_NO_DEVICE, KVPOOL_OUT_OF_MEMORY, KVPOOL_DEVICE. */
 kvpool_status_t kvpool_cache_open(kvpool_plan_t plan, kvpool_cache_t *out) KVPOOL_NOEXCEPT;
 
-/* Ends a cache, with everything in it. DLPack views that are still out keep the pool's memory until they are
- * deleted. Verb; KVPOOL_BUSY while a verb is under way. Works on a poisoned cache. */
+/* Ends a cache, with everything in it. DLPack views that are still out keep the device and the pool's memory
+ * until the last is deleted. Verb; KVPOOL_BUSY while a verb is under way; waits for readers. Works on a
+ * poisoned cache. */
 kvpool_status_t kvpool_cache_close(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
 
 /* As those of the plan; the layer with addresses. */
@@ -421,7 +428,8 @@ kvpool_status_t kvpool_cache_get_device(kvpool_cache_t cache, kvpool_device_info
                                         size_t out_size) KVPOOL_NOEXCEPT;
 
 /* The pool's first byte, in the device's memory, and its bytes. The caller's kernels may read it, and write
- * the token slots of an open step, while no verb of the cache is under way. */
+ * the token slots of an open step: on the CPU while no verb, kvpool_cache_export or kvpool_cache_read of the
+ * cache is under way, on a GPU in the cache's stream, or ordered with it. */
 kvpool_status_t kvpool_cache_get_pool(kvpool_cache_t cache, void **base, uint64_t *bytes) KVPOOL_NOEXCEPT;
 
 /* Which part of a layer. */
@@ -533,7 +541,8 @@ typedef struct kvpool_begin_item {
 
 /* Begins several sequences, all or none; what each finds in the cache is claimed before anything is evicted
  * for any. `out` is [num_items], and `out_size` the size of one entry. "index" of kvpool_last_error is the
- * first that was refused. */
+ * first entry that was refused, or is wrong in itself. More than seq_slots never begin together
+ * (KVPOOL_NO_SEQ_SLOT with an index of seq_slots). */
 kvpool_status_t kvpool_cache_begin_batch(kvpool_cache_t cache, const kvpool_begin_item_t *items,
                                          size_t num_items, kvpool_begun_t *out,
                                          size_t out_size) KVPOOL_NOEXCEPT;
@@ -684,7 +693,7 @@ enum { KVPOOL_HOST = 0, KVPOOL_DEVICE_MEMORY = 1 };
 
 /* A dense tensor of `len` elements. In host memory aligned to its element; in a GPU's memory to 16 bytes. On
  * a GPU, calls with tensors in its own memory are put into the stream and not waited for; those with tensors
- * in host memory wait. */
+ * in host memory wait. None lies in the pool, or overlaps an output (KVPOOL_OVERLAP). */
 typedef struct kvpool_tensor {
     void *data;
     uint64_t len;
@@ -761,8 +770,7 @@ kvpool_status_t kvpool_step_get_device(kvpool_cache_t cache, kvpool_step_t step,
                                        kvpool_tables_t wanted, kvpool_step_device_t *out,
                                        size_t out_size) KVPOOL_NOEXCEPT;
 
-/* Makes the step's tokens part of their sequences. The step is over, also when this fails:
- * KVPOOL_NOT_APPENDED cancels it. */
+/* Makes the step's tokens part of their sequences. KVPOOL_NOT_APPENDED: the step is over too, cancelled. */
 kvpool_status_t kvpool_step_commit(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
 /* Gives everything back. */
 kvpool_status_t kvpool_step_cancel(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;

@@ -11,7 +11,7 @@
 // RULES
 //
 // Errors. What can fail gives a Result<T>: a T, or an Error, which holds the status, the numbers, the setting
-// to change and the message, in fixed buffers: nothing is allocated, whether the call succeeds or fails.
+// to change and the message, in fixed buffers. (It is fetched by kvpool_last_error when a call has failed.)
 // value(), * and -> of a failed Result end the program with its message; where KVPOOL_EXCEPTIONS is defined
 // before the inclusion they throw kvpool::Exception. A program may have units of both kinds: the two are
 // different types. Without KVPOOL_EXCEPTIONS the layer works with -fno-exceptions and -fno-rtti.
@@ -27,8 +27,8 @@
 // every thread may call beside a verb; all others, those of Step included, are verbs, one at a time. An owner
 // itself is an ordinary object: not to be moved or ended by one thread while another uses it.
 //
-// Memory. Nothing here allocates but texts (std::string), Config::load and Config::parse, and begin_batch of
-// more than 64 sequences.
+// Memory. Nothing here allocates but texts (std::string), Config::load and Config::parse, begin_batch of more
+// than 64 sequences, and for a moment the making of an Error's message; below it, what kvpool.h names.
 //
 // Everything has its C handle or struct within reach: c() gives it.
 #ifndef KVPOOL_HPP

@@ -76,6 +76,9 @@ fn bad_handle(wanted: &str, zero: bool) -> String {
 pub(super) enum Failure {
     #[error(transparent)]
     Call(#[from] CallError),
+    /// An entry of an array is wrong in itself.
+    #[error("item {index}: {error}")]
+    Item { index: usize, error: CallError },
     #[error(transparent)]
     Cache(#[from] CacheError),
     #[error(transparent)]
@@ -206,9 +209,18 @@ const fn of_plan(error: &PlanError) -> kvpool_status_t {
 }
 
 impl Failure {
+    /// The same, of an entry of an array.
+    pub(super) fn of_item(self, index: usize) -> Self {
+        match self {
+            Self::Call(error) => Self::Item { index, error },
+            Self::Cache(source) => Self::Batch(BatchRefused { index, source }),
+            other => other,
+        }
+    }
+
     fn status(&self) -> kvpool_status_t {
         match self {
-            Self::Call(error) => error.status(),
+            Self::Call(error) | Self::Item { error, .. } => error.status(),
             Self::Cache(error) | Self::Batch(BatchRefused { source: error, .. }) => of_cache(error),
             Self::Config(_) => KVPOOL_CONFIG,
             Self::Plan(error) | Self::Open(OpenError::Plan(error)) => of_plan(error),
@@ -354,6 +366,7 @@ impl Facts {
     fn of_failure(failure: &Failure) -> Self {
         match failure {
             Failure::Call(error) => Self::of_call(error),
+            Failure::Item { index, error } => Self { index: *index as u64, ..Self::of_call(error) },
             Failure::Cache(error) => Self::of_cache(error),
             Failure::Batch(refused) => {
                 Self { index: refused.index as u64, ..Self::of_cache(&refused.source) }
@@ -398,6 +411,7 @@ impl<const N: usize> fmt::Write for Text<N> {
 #[derive(Clone, Copy, Debug)]
 enum Kept {
     Call(CallError),
+    Item(usize, CallError),
     Cache(CacheError),
     Batch(BatchRefused),
     /// The facts and the text are there.
@@ -431,6 +445,7 @@ pub(super) fn note(failure: &Failure) -> kvpool_status_t {
         last.status = status;
         last.kept = match failure {
             Failure::Call(error) => Kept::Call(*error),
+            Failure::Item { index, error } => Kept::Item(*index, *error),
             Failure::Cache(error) => Kept::Cache(*error),
             Failure::Batch(refused) => Kept::Batch(*refused),
             told => {
@@ -451,6 +466,7 @@ impl Last {
         let failure = match self.kept {
             Kept::Told => return (self.facts, self.message),
             Kept::Call(error) => Failure::Call(error),
+            Kept::Item(index, error) => Failure::Item { index, error },
             Kept::Cache(error) => Failure::Cache(error),
             Kept::Batch(refused) => Failure::Batch(refused),
         };

@@ -5,9 +5,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, MutexGuard};
 
-use super::bindings::{KVPOOL_OK, kvpool_cache_t, kvpool_status_t, kvpool_step_t};
+use super::bindings::{
+    KVPOOL_OK, kvpool_cache_t, kvpool_plan_info_t, kvpool_status_t, kvpool_step_t,
+};
 use super::dlpack::Views;
 use super::failure::{CallError, Failure, note};
+use super::plan::info_of;
 use super::registry::Registry;
 use super::turns::Turns;
 use super::{fault, handle};
@@ -24,6 +27,8 @@ pub(super) static CACHES: Registry<Object> = Registry::new();
 pub(super) struct Object {
     pub(super) plan: Plan,
     pub(super) config: Config,
+    /// Of the plan as it was opened: to work it out asks the system, which allocates.
+    pub(super) info: kvpool_plan_info_t,
     pub(super) device: DeviceInfo,
     /// The pool's first byte, in the device's memory.
     pub(super) base: usize,
@@ -79,9 +84,12 @@ impl Drop for Inside<'_> {
 }
 
 impl Object {
-    pub(super) fn new(cache: Cache, plan: Plan, config: Config) -> Arc<Self> {
-        Arc::new(Self {
-            device: cache.device_info(),
+    pub(super) fn new(cache: Cache, plan: Plan, config: Config) -> Result<Arc<Self>, Failure> {
+        let device = cache.device_info();
+        let workspace_bytes = device.workspace_bytes.get();
+        Ok(Arc::new(Self {
+            info: kvpool_plan_info_t { workspace_bytes, ..info_of(&plan, &config)? },
+            device,
             base: cache.pool_ptr().expose_provenance(),
             prober: cache.prober(),
             views: Views::new(plan.geometry.num_layers),
@@ -91,7 +99,7 @@ impl Object {
             closed: AtomicBool::new(false),
             plan,
             config,
-        })
+        }))
     }
 
     /// Claims the cache for a verb.

@@ -7,7 +7,7 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::config::toml_of;
 use super::object::{self, CACHES, Object, any, guarded, verb, verb_beside_step};
-use super::plan::{PLANS, group_of, info_of, layer_of};
+use super::plan::{PLANS, group_of, layer_of};
 use super::text::{Form, TextOut, json};
 use crate::cache::Cache;
 use crate::config::DeviceKind;
@@ -25,7 +25,7 @@ pub unsafe extern "C" fn kvpool_cache_open(
         let out = caller.place("out", out)?;
         let (plan, config) = (&planned.plan, &planned.config);
         let cache = Cache::open_on_device(plan.clone(), &config.device, None)?;
-        out.set(CACHES.insert(Object::new(cache, plan.clone(), config.clone()))?);
+        out.set(CACHES.insert(Object::new(cache, plan.clone(), config.clone())?)?);
         Ok(())
     })
 }
@@ -45,7 +45,7 @@ pub unsafe extern "C" fn kvpool_cache_get_plan_info(
     let caller = unsafe { Caller::trusted() };
     any(cache, |object| {
         let out = caller.out("out", out, out_size)?;
-        out.set(info_of(&object.plan, &object.config)?);
+        out.set(object.info);
         Ok(())
     })
 }

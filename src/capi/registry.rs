@@ -43,6 +43,9 @@ impl<T> Registry<T> {
             Some(place) => place,
             None if slots.entries.len() < MAX_OBJECTS => {
                 slots.entries.push(Entry { generation: 1, object: None });
+                // Room for all of them, so that nothing is allocated when one goes.
+                let room = slots.entries.capacity() - slots.free.len();
+                slots.free.reserve(room);
                 u32::try_from(slots.entries.len() - 1).unwrap_or(u32::MAX)
             }
             None => return Err(CallError::TooManyObjects { what: H::NAME, limit: MAX_OBJECTS }),

@@ -125,9 +125,11 @@ pub unsafe extern "C" fn kvpool_cache_begin_batch(
         }
         // Whatever a call before has left, if it was refused.
         open.batch.clear();
-        for item in items {
-            let prompt = caller.slice("prompt", item.prompt, item.prompt_len)?;
-            let options = options(&caller, item.options)?;
+        for (index, item) in items.iter().enumerate() {
+            let prompt = caller.slice("prompt", item.prompt, item.prompt_len);
+            let prompt = prompt.map_err(|error| Failure::from(error).of_item(index))?;
+            let options =
+                options(&caller, item.options).map_err(|failure| failure.of_item(index))?;
             // SAFETY: the slice outlives this call, and so the list, which is emptied below and
             // before it is used again.
             let prompt: &'static [u32] = unsafe { &*std::ptr::from_ref(prompt) };

@@ -13,6 +13,16 @@ fn passes(name: &str, source: &str, extra: &[&str]) {
     }
 }
 
+/// It counts what goes through its own malloc, which needs glibc's behind it.
+#[test]
+fn calls_allocate_nothing_and_refusals_leave_nothing() {
+    if cfg!(all(target_os = "linux", target_env = "gnu")) {
+        passes("quiet", "csrc/tests/capi/quiet.c", &[]);
+    } else {
+        println!("skipped: quiet.c is for Linux with glibc");
+    }
+}
+
 #[test]
 fn a_reader_comes_to_its_turn_beside_a_busy_engine() {
     passes("turns", "csrc/tests/capi/turns.cpp", &["-O2"]);
