@@ -88,8 +88,10 @@ fn the_callers_stream_may_go_when_the_cache_is_closed() {
     assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
     // SAFETY: nobody uses it any more. Its work is still done.
     assert_eq!(unsafe { sys::cuStreamDestroy_v2(stream) }, sys::CUresult::CUDA_SUCCESS);
+    // SAFETY: it was just lent.
+    let delete = unsafe { (*view).deleter }.expect("a deleter");
     // SAFETY: once.
-    unsafe { (*view).deleter.expect("a deleter")(view) };
+    unsafe { delete(view) };
     assert_eq!(counter("pending"), 0, "the pool's memory went under work that was not done");
     drop(memory);
     assert_eq!(counter("live_bytes"), before);
