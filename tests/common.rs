@@ -136,7 +136,10 @@ impl Spec {
                 }
             },
             workload: None,
+            cost: None,
+            goals: None,
             variant: Vec::new(),
+            sweep: Vec::new(),
         }
     }
 

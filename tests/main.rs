@@ -12,6 +12,7 @@
 mod build_script;
 mod capi;
 mod cli;
+mod cli_replay;
 mod common;
 mod config;
 mod cuda;
@@ -26,6 +27,7 @@ mod manager;
 mod one_answer;
 mod params;
 mod plans;
+mod replay;
 mod review;
 mod rope;
 mod stateful;

@@ -4,8 +4,8 @@
 
 use super::{Cache, group_idx};
 use crate::plan::GroupKind;
-use crate::pool::{BlockStore, GroupStats, MAX_PRIORITY, Stats};
-use crate::units::{Bytes, GroupIdx};
+use crate::pool::{BlockState, BlockStore, GroupStats, MAX_PRIORITY, Stats};
+use crate::units::{BlockId, Bytes, GroupIdx};
 
 impl Cache {
     /// Counters and gauges.
@@ -39,6 +39,18 @@ impl Cache {
             peak_cached: store.map_or(0, BlockStore::peak_cached),
             reuse: self.plan.reuse.groups[group.index()],
         })
+    }
+
+    /// What a block is; `None` for one that does not exist.
+    #[must_use]
+    pub fn block_state(&self, group: GroupIdx, block: BlockId) -> Option<BlockState> {
+        self.pool.store(group.index())?.get(block).map(|(state, _, _)| state)
+    }
+
+    /// Tokens of the sequence that lives in a slot; `None` for a free slot.
+    #[must_use]
+    pub fn slot_len(&self, slot: u32) -> Option<u32> {
+        self.seqs.records.get(slot as usize).filter(|record| record.alive).map(|record| record.len)
     }
 
     /// Tokens of a sequence of this length that some query may still see.

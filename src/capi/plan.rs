@@ -193,7 +193,8 @@ pub(super) fn info_of(plan: &Plan, config: &Config) -> Result<kvpool_plan_info_t
     Ok(kvpool_plan_info_t {
         size: 0,
         mode: match plan.mode {
-            CacheMode::Contiguous => KVPOOL_MODE_CONTIGUOUS,
+            // The baseline of jobs has no plan.
+            CacheMode::Contiguous | CacheMode::Dynamic => KVPOOL_MODE_CONTIGUOUS,
             CacheMode::Paged => KVPOOL_MODE_PAGED,
             CacheMode::Hybrid => KVPOOL_MODE_HYBRID,
         },

@@ -1,6 +1,9 @@
 //! The command line.
 //!
 //! - `kvpool run CONFIG` drives the file's workload through each of its variants.
+//! - `kvpool compare CONFIG` replays the workload through each variant without computing, on a
+//!   simulated clock, and writes a report; `kvpool merge` puts its shards together.
+//! - `kvpool recommend CONFIG` replays candidates, and prints the best settings as a file.
 //! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
 //! - `kvpool config CONFIG` prints the settings in force.
 //! - `kvpool presets` lists the built-in models.
@@ -15,6 +18,7 @@
 //! configuration.
 
 mod bench;
+mod compare;
 mod doctor;
 #[cfg(feature = "model")]
 mod generate;
@@ -23,19 +27,21 @@ mod presets;
 mod progress;
 #[cfg(feature = "model")]
 mod quality;
+mod recommend;
 mod run;
 #[cfg(feature = "model")]
 mod speed;
 
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::bench::{BenchError, capi::CrossingError, manager::ManagerError};
-use crate::config::{self, Source};
+use crate::config::{self, Compute, Format, Source, WorkloadConfig};
 use crate::error::{ConfigError, JobError, OpenError, PlanError};
+use crate::job::replay_output;
 
 /// A static pooled KV cache: plan it, run a job through it.
 #[derive(Debug, Parser)]
@@ -55,6 +61,43 @@ enum Command {
         #[arg(long)]
         json: bool,
         /// Also write results.json and results.csv into this folder
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
+    /// Replay the file's workload through each of its variants, without computing
+    Compare {
+        #[command(flatten)]
+        file: File,
+        /// Print one JSON document instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Also write results.json, results.csv and report.html into this folder
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+        /// Take over what the folder has of the same variants, and run only the others
+        #[arg(long, requires = "out")]
+        resume: bool,
+        /// Run only the K-th of N parts of the variants; `kvpool merge` puts them together
+        #[arg(long, value_name = "K/N")]
+        shard: Option<Shard>,
+    },
+    /// Replay candidates for the file's model, memory and workload, and print the best as a file
+    Recommend {
+        #[command(flatten)]
+        file: File,
+        /// The formats that may be chosen (default: the file's own)
+        #[arg(long, value_delimiter = ',', value_name = "FORMATS", value_parser = bench::named::<Format>)]
+        formats: Vec<Format>,
+    },
+    /// Put the results of shards together, as if the job had run in one piece
+    Merge {
+        /// The folders that `kvpool compare --shard K/N --out DIR` has written
+        #[arg(value_name = "DIR", required = true)]
+        shards: Vec<PathBuf>,
+        /// Print one JSON document instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Also write results.json, results.csv and report.html into this folder
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
@@ -105,6 +148,29 @@ struct File {
     overrides: Vec<String>,
 }
 
+/// One of several parts of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shard {
+    /// Which, counted from 1.
+    part: usize,
+    /// Of how many.
+    of: usize,
+}
+
+impl std::str::FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let numbers = text.split_once('/').and_then(|(part, of)| {
+            Some(Self { part: part.trim().parse().ok()?, of: of.trim().parse().ok()? })
+        });
+        match numbers {
+            Some(shard) if (1..=shard.of).contains(&shard.part) => Ok(shard),
+            _ => Err("expected K/N with K from 1 to N, such as 2/8".to_owned()),
+        }
+    }
+}
+
 impl File {
     fn load(&self) -> Result<Source, ConfigError> {
         config::load(&self.path, &self.overrides)
@@ -149,7 +215,12 @@ impl CliError {
             self,
             Self::Config(_)
                 | Self::Plan(_)
-                | Self::Job(JobError::Config(_) | JobError::NoWorkload { .. })
+                | Self::Job(
+                    JobError::Config(_)
+                        | JobError::NoWorkload { .. }
+                        | JobError::Computes { .. }
+                        | JobError::Merge { .. }
+                )
                 | Self::Manager(ManagerError::NoSuchCase { .. })
                 | Self::Bench(BenchError::NoSuchShape { .. })
                 | Self::Crossing(CrossingError::NoSuchCall { .. })
@@ -184,7 +255,23 @@ pub fn main() -> ExitCode {
 
 fn dispatch(command: &Command) -> Result<(), CliError> {
     match command {
-        Command::Run { file, json, out } => run::run(&file.load()?, *json, out.as_deref()),
+        Command::Run { file, json, out } => {
+            let source = file.load()?;
+            let replays = |workload: &WorkloadConfig| workload.compute == Compute::None;
+            if source.config.workload.as_ref().is_some_and(replays) {
+                let options =
+                    compare::Options { json: *json, out: out.as_deref(), ..Default::default() };
+                return compare::run(&source, &options);
+            }
+            run::run(&source, *json, out.as_deref())
+        }
+        Command::Compare { file, json, out, resume, shard } => {
+            let (out, resume) = (out.as_deref(), *resume);
+            let options = compare::Options { json: *json, out, resume, shard: *shard };
+            compare::run(&file.load()?, &options)
+        }
+        Command::Recommend { file, formats } => recommend::run(&file.load()?, formats),
+        Command::Merge { shards, json, out } => merge(shards, *json, out.as_deref()),
         Command::Plan { file, json } => plan::run(&file.load()?, *json),
         Command::Config { file } => print_config(&file.load()?),
         Command::Bench(args) => bench::run(args),
@@ -195,6 +282,22 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Doctor { json } => doctor::run(*json),
         Command::Presets { json } => presets::run(*json),
     }
+}
+
+/// Reads the results of shards and shows them as one.
+fn merge(shards: &[PathBuf], json: bool, out: Option<&Path>) -> Result<(), CliError> {
+    let mut reports = Vec::new();
+    for folder in shards {
+        match replay_output::read(folder)? {
+            Some(report) => reports.push(report),
+            None => {
+                let problem = format!("{} has no results.json", folder.display());
+                return Err(JobError::Merge { problem }.into());
+            }
+        }
+    }
+    let whole = replay_output::merge(reports)?;
+    compare::show(&whole, &compare::Options { json, out, ..Default::default() })
 }
 
 fn print_config(source: &Source) -> Result<(), CliError> {

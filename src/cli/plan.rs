@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use serde::Serialize;
 
 use super::{CliError, print, table, text_of};
-use crate::config::{Config, DeviceKind, Source};
+use crate::config::{CacheMode, Config, DeviceKind, Source};
 use crate::device::cpu::{available_memory, num_threads};
 use crate::device::cuda::CudaGpu;
 use crate::device::resolve_budget;
@@ -41,11 +41,14 @@ type Planned = (String, Config, Result<Plan, PlanError>);
 pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
     let base_config = resolved(&source.config)?;
     let base = Plan::new(&base_config, &source.geometry)?;
-    let variants: Vec<Planned> = if source.config.variant.is_empty() {
+    let one = source.config.variant.is_empty() && source.config.sweep.is_empty();
+    let variants: Vec<Planned> = if one {
         Vec::new()
     } else {
         let named = source.variants().into_iter();
-        named
+        // The baseline of replays is simulated: it has no plan.
+        let planned = named.filter(|(_, config)| config.cache.mode != CacheMode::Dynamic);
+        planned
             .map(|(name, config)| {
                 let config = resolved(&config)?;
                 let plan = Plan::new(&config, &source.geometry);

@@ -70,6 +70,7 @@ pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complain
     check_events(config, geometry)?;
     check_pool(config)?;
     check_rope(config, geometry)?;
+    super::job::check(config)?;
     check_device(&config.device)
 }
 
@@ -115,7 +116,8 @@ fn check_device(device: &DeviceConfig) -> Result<(), Complaint> {
 pub fn contiguous_set(config: &Config, geometry: &Geometry) -> Vec<bool> {
     let all = |contiguous| vec![contiguous; geometry.windows.len()];
     match config.cache.mode {
-        CacheMode::Contiguous => all(true),
+        // The baseline has no plan; each of its sequences has one run.
+        CacheMode::Contiguous | CacheMode::Dynamic => all(true),
         CacheMode::Paged => all(false),
         CacheMode::Hybrid => {
             let HybridConfig { contiguous_layers } =
@@ -171,7 +173,7 @@ fn check_pool(config: &Config) -> Result<(), Complaint> {
         config.pool.capacity,
         Capacity::Tokens(_) | Capacity::Budget(_) | Capacity::BudgetPercent(_)
     );
-    if !divided || config.cache.mode == CacheMode::Contiguous {
+    if !divided || matches!(config.cache.mode, CacheMode::Contiguous | CacheMode::Dynamic) {
         let problem = "there is nothing to divide by it";
         let help = "leave it out (--set pool.typical_seq_len= does): it divides \"tokens:N\" or \"budget:SIZE\" among the layer groups of a paged or hybrid plan";
         return Err(Complaint::with_help(key, problem, help));
@@ -237,11 +239,11 @@ fn check_sharing(cache: &CacheConfig) -> Result<(), Complaint> {
 
 /// A watermark is of blocks, and contiguous layers have none.
 fn check_mode(cache: &CacheConfig) -> Result<(), Complaint> {
-    if cache.watermark_blocks == 0 || cache.mode != CacheMode::Contiguous {
+    let CacheConfig { watermark_blocks, mode, .. } = *cache;
+    if watermark_blocks == 0 || !matches!(mode, CacheMode::Contiguous | CacheMode::Dynamic) {
         return Ok(());
     }
-    let problem =
-        format!("is {}, and cache.mode = \"contiguous\" has no blocks", cache.watermark_blocks);
+    let problem = format!("is {watermark_blocks}, and cache.mode = \"{mode}\" has no blocks");
     let help = "remove it, or write cache.mode = \"paged\" or \"hybrid\"";
     Err(Complaint::with_help("cache.watermark_blocks", problem, help))
 }
@@ -257,10 +259,10 @@ fn check_events(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
     if events == 0 || layers.any(indexed) {
         return Ok(());
     }
-    let why = if config.cache.mode == CacheMode::Contiguous {
-        "cache.mode = \"contiguous\" has no blocks"
-    } else {
-        "every paged layer has a window"
+    let why = match config.cache.mode {
+        CacheMode::Contiguous => "cache.mode = \"contiguous\" has no blocks",
+        CacheMode::Dynamic => "cache.mode = \"dynamic\" has no blocks",
+        CacheMode::Paged | CacheMode::Hybrid => "every paged layer has a window",
     };
     Err(Complaint::with_help(
         "cache.event_buffer",

@@ -33,7 +33,10 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     ("limits.max_rewind_tokens", "expected a whole number of tokens from 0 to limits.max_seq_len"),
     ("cache", "expected a table [cache] with mode"),
-    ("cache.mode", "expected \"contiguous\", \"paged\" or \"hybrid\""),
+    (
+        "cache.mode",
+        "expected \"contiguous\", \"paged\" or \"hybrid\" (in a job with workload.compute = \"none\" also \"dynamic\")",
+    ),
     ("cache.tokens_per_block", "expected 8, 16, 32, 64 or 128"),
     ("cache.format", "expected \"f32\", \"f16\", \"bf16\" or \"int8\""),
     ("cache.admission", "expected \"guaranteed\", \"max-utilization\" or \"static-batch\""),
@@ -71,13 +74,17 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     ("device.memory_limit", "expected a number of bytes above 0, or a size such as \"24 GiB\""),
     ("workload", "expected a table [workload] with kind"),
-    ("workload.kind", "expected \"generator\" or \"azure-csv\""),
+    (
+        "workload.kind",
+        "expected \"generator\", \"azure-csv\", \"mooncake-jsonl\" or \"lengths-csv\"",
+    ),
+    ("workload.compute", "expected \"attention\" or \"none\""),
     ("workload.seed", "expected a whole number from 0 to 9,223,372,036,854,775,807"),
     ("workload.requests", "expected a whole number from 1 to 10,000,000"),
     ("workload.path", "expected the path of a trace, from the current directory"),
-    ("workload.prompt_tokens", super::workload::DISTRIBUTIONS),
-    ("workload.output_tokens", super::workload::DISTRIBUTIONS),
-    ("workload.shared_prefix_tokens", super::workload::DISTRIBUTIONS),
+    ("workload.prompt_tokens", super::length::DISTRIBUTIONS),
+    ("workload.output_tokens", super::length::DISTRIBUTIONS),
+    ("workload.shared_prefix_tokens", super::length::DISTRIBUTIONS),
     ("workload.num_shared_prefixes", "expected a whole number from 1 to 1,000,000"),
     (
         "workload.turns",
@@ -85,23 +92,62 @@ const EXPECTED: &[(&str, &str)] = &[
          min = 1, max = 8 } or { dist = \"lognormal\", median = 3, sigma = 0.5, min = 1, max = 12 }",
     ),
     ("workload.max_open_conversations", "expected a whole number, 1 or more"),
+    ("workload.think_ms", super::length::DISTRIBUTIONS),
+    ("workload.tool_calls", super::length::DISTRIBUTIONS),
+    ("workload.tool_tokens", super::length::DISTRIBUTIONS),
+    ("workload.tool_ms", super::length::DISTRIBUTIONS),
+    ("workload.arrivals", "expected \"at-once\", \"trace\", \"poisson\" or \"bursts\""),
+    ("workload.time_scale", "expected a number above 0, at most 1,000,000"),
+    ("workload.requests_per_s", "expected a number above 0, at most 1,000,000"),
+    ("workload.burst_requests", "expected a whole number from 1 to 10,000,000"),
+    ("workload.columns", "expected a table [workload.columns]"),
+    ("workload.columns.prompt", "expected the name of a column, as the file's first line has it"),
+    ("workload.columns.output", "expected the name of a column, as the file's first line has it"),
+    ("workload.columns.arrival", "expected the name of a column, as the file's first line has it"),
+    ("workload.columns.arrival_unit", "expected \"ns\", \"us\", \"ms\", \"s\" or \"datetime\""),
+    ("workload.hash_block_tokens", "expected a whole number of tokens from 1 to 1,048,576"),
+    ("workload.skip_damaged_lines", "expected true or false"),
     ("workload.length_scale", "expected a number above 0, at most 1"),
     ("workload.check_samples", "expected a whole number, 0 or more"),
+    ("cost", "expected a table [cost] with bandwidth, step_us and weight_bytes"),
+    (
+        "cost.bandwidth",
+        "expected how many bytes a second the device's memory moves, such as \"3.35 TB\"",
+    ),
+    ("cost.step_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
+    ("cost.token_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
+    ("cost.weight_bytes", "expected a number of bytes above 0, or a size such as \"16 GB\""),
+    ("goals", "expected a table [goals] with first_token_ms and token_ms"),
+    ("goals.first_token_ms", "expected a number of milliseconds above 0"),
+    ("goals.token_ms", "expected a number of milliseconds above 0"),
+    ("sweep", "expected a list of tables, each opened with [[sweep]]"),
+    ("sweep.name", "expected a name that the names of its variants begin with"),
     ("variant", "expected a list of tables, each opened with [[variant]]"),
     ("variant.name", "expected a name that no other variant of the file has"),
 ];
 
 /// The keys of the workload whose value is a distribution.
-const DISTRIBUTED: [&str; 4] = ["prompt_tokens", "output_tokens", "shared_prefix_tokens", "turns"];
+const DISTRIBUTED: [&str; 8] = [
+    "prompt_tokens",
+    "output_tokens",
+    "shared_prefix_tokens",
+    "turns",
+    "think_ms",
+    "tool_calls",
+    "tool_tokens",
+    "tool_ms",
+];
 
 /// The fields of a distribution.
 const DISTRIBUTION: &[(&str, &str)] = &[
-    ("dist", "expected \"fixed\", \"uniform\" or \"lognormal\""),
+    ("dist", "expected \"fixed\", \"uniform\", \"lognormal\" or \"bimodal\""),
     ("value", "expected a whole number from 1"),
     ("min", "expected a whole number from 1, at most max"),
     ("max", "expected a whole number, at least min"),
     ("median", "expected a finite number above 0"),
     ("sigma", "expected a finite number, 0 or more"),
+    ("second_median", "expected a finite number above 0"),
+    ("second_share", "expected a number from 0 to 1"),
 ];
 
 /// The settings that a variant can override: the variant's key, and the setting's own.
@@ -137,12 +183,19 @@ pub(super) const TABLES: &[&str] = &[
     "workload.output_tokens",
     "workload.shared_prefix_tokens",
     "workload.turns",
+    "workload.think_ms",
+    "workload.tool_calls",
+    "workload.tool_tokens",
+    "workload.tool_ms",
+    "workload.columns",
+    "cost",
+    "goals",
 ];
 
 /// What the dotted key expects, as `expected …`.
 pub(super) fn expected(key: &str) -> Option<&'static str> {
     let parts: Vec<&str> = key.split('.').filter(|part| part.parse::<usize>().is_err()).collect();
-    if let ["variant", field] = parts[..]
+    if let ["variant" | "sweep", field] = parts[..]
         && let Some((_, base)) = OVERRIDABLE.iter().find(|(own, _)| *own == field)
     {
         return expected(base);

@@ -1,5 +1,6 @@
 //! From a file to a checked [`Config`], with the origin of every setting.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
@@ -15,7 +16,9 @@ use crate::units::Bytes;
 use super::complaint::{Complaint, Refused, nearest};
 use super::locate::Origins;
 use super::overlay::describe;
-use super::{Config, Geometry, ModelFile, check, keys, locate, model, overlay, variant};
+use super::{
+    Config, Geometry, ModelFile, VariantConfig, check, keys, locate, model, overlay, variant,
+};
 
 /// The largest configuration file. Real ones have a few kilobytes; what is larger is some other
 /// file, and is not worth parsing.
@@ -43,14 +46,30 @@ impl Source {
         self.origins.of(key)
     }
 
+    /// The same file with other variants in place of its own: those of them that it accepts.
+    #[must_use]
+    pub fn with_variants(&self, variants: Vec<VariantConfig>) -> Self {
+        let mut source = self.clone();
+        source.config.sweep.clear();
+        source.config.variant.clear();
+        let accepted = |variant: &VariantConfig| {
+            let effective = variant.apply(&source.config);
+            variant.check(&effective).is_ok() && check::check(&effective, &self.geometry).is_ok()
+        };
+        source.config.variant = variants.into_iter().filter(accepted).collect();
+        source
+    }
+
     /// The effective configuration of each variant, by its name. A file without variants has one,
     /// named `default`: the file itself.
     #[must_use]
     pub fn variants(&self) -> Vec<(String, Config)> {
-        if self.config.variant.is_empty() {
+        if self.config.variant.is_empty() && self.config.sweep.is_empty() {
             return vec![("default".to_owned(), self.config.clone())];
         }
-        let variants = self.config.variant.iter();
+        let mode = self.config.cache.mode;
+        let swept = self.config.sweep.iter().flat_map(|sweep| sweep.variants(mode));
+        let variants = self.config.variant.iter().cloned().chain(swept);
         variants.map(|variant| (variant.name.clone(), variant.apply(&self.config))).collect()
     }
 }
@@ -87,7 +106,7 @@ pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Source, Co
     let located = |complaint| origins.locate(complaint);
     let mut config = deserialize(table).map_err(located)?;
     if let Some(workload) = &config.workload {
-        workload.check(origins.is_given("workload.length_scale")).map_err(located)?;
+        workload.check(&|key| origins.is_given(key)).map_err(located)?;
     }
     let folder = path.parent().unwrap_or(Path::new(""));
     let (geometry, model_file) =
@@ -141,6 +160,36 @@ fn check_variants(config: &Config, geometry: &Geometry) -> Result<(), Complaint>
         })?;
         check::check(&effective, geometry)
             .map_err(|complaint| variant.own_complaint(index, complaint))?;
+    }
+    check_sweeps(config, geometry)
+}
+
+/// Checks every combination of every sweep, as [`check_variants`].
+fn check_sweeps(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
+    let mut names: HashSet<String> = config.variant.iter().map(|v| v.name.clone()).collect();
+    for (index, sweep) in config.sweep.iter().enumerate() {
+        sweep.check(index)?;
+        for variant in sweep.variants(config.cache.mode) {
+            let of_variant = |complaint: Complaint| Complaint {
+                key: format!("sweep.{index}"),
+                problem: format!(
+                    "with variant {:?}, {}: {}",
+                    variant.name, complaint.key, complaint.problem
+                ),
+                help: complaint.help,
+            };
+            variant::check_names(std::slice::from_ref(&variant)).map_err(of_variant)?;
+            if !names.insert(variant.name.clone()) {
+                return Err(Complaint::with_help(
+                    format!("sweep.{index}"),
+                    format!("{:?} is the name of another variant too", variant.name),
+                    "give the sweep a name of its own, such as name = \"a\"",
+                ));
+            }
+            let effective = variant.apply(config);
+            variant.check(&effective).map_err(of_variant)?;
+            check::check(&effective, geometry).map_err(of_variant)?;
+        }
     }
     Ok(())
 }

@@ -8,8 +8,11 @@
 mod capacity;
 mod check;
 mod complaint;
+mod cost;
 mod hf;
+mod job;
 mod keys;
+mod length;
 mod load;
 mod locate;
 mod model;
@@ -18,17 +21,21 @@ mod names;
 mod overlay;
 mod presets;
 mod rope;
+mod sweep;
 mod variant;
 mod workload;
 
 pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, MIN_TOKENS_PER_BLOCK, contiguous_set, verify};
+pub use cost::{CostConfig, GoalsConfig};
+pub use length::LengthDistribution;
 pub use load::{Source, load, parse};
 pub use model::Geometry;
 pub use model_file::{Architecture, ModelFile, ModelFormat};
 pub use presets::{PRESETS, Preset};
 pub use rope::{RopeConfig, RopeScaling, RopeStyle};
+pub use sweep::SweepConfig;
 pub use variant::VariantConfig;
-pub use workload::{LengthDistribution, WorkloadConfig, WorkloadKind};
+pub use workload::{ArrivalUnit, Arrivals, ColumnsConfig, Compute, WorkloadConfig, WorkloadKind};
 
 use std::path::PathBuf;
 
@@ -57,9 +64,18 @@ pub struct Config {
     /// library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<WorkloadConfig>,
+    /// How long a step takes on the simulated clock of a job that computes nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost: Option<CostConfig>,
+    /// What a request must keep to count as served well.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goals: Option<GoalsConfig>,
     /// The variants that `kvpool run` compares; none means the file itself is the only one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub variant: Vec<VariantConfig>,
+    /// More variants: the products of lists.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sweep: Vec<SweepConfig>,
 }
 
 /// `[model]`: exactly one of a preset, a Hugging Face `config.json`, a file with the model's weights,
@@ -180,6 +196,9 @@ pub enum CacheMode {
     Paged,
     /// Some layers one way and some the other.
     Hybrid,
+    /// The baseline of jobs: each request gets one run of memory as long as it will be, the first
+    /// that is free, as it was before paging. It is simulated; there is no such plan.
+    Dynamic,
 }
 
 /// How an element of K or V is stored.

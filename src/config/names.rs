@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Admission, CacheMode, Format, KernelChoice, ScaleKind, WorkloadKind};
+use super::{Admission, Arrivals, CacheMode, Format, KernelChoice, ScaleKind, WorkloadKind};
 
 /// A type whose values have one name each.
 macro_rules! named {
@@ -31,7 +31,7 @@ macro_rules! named {
     };
 }
 
-named!(CacheMode: Contiguous = "contiguous", Paged = "paged", Hybrid = "hybrid");
+named!(CacheMode: Contiguous = "contiguous", Paged = "paged", Hybrid = "hybrid", Dynamic = "dynamic");
 named!(Format: F32 = "f32", F16 = "f16", Bf16 = "bf16", Int8 = "int8");
 named!(
     Admission: Guaranteed = "guaranteed",
@@ -51,7 +51,18 @@ named!(
     Avx512 = "avx512",
     Avx512Bf16 = "avx512-bf16",
 );
-named!(WorkloadKind: Generator = "generator", AzureCsv = "azure-csv");
+named!(
+    WorkloadKind: Generator = "generator",
+    AzureCsv = "azure-csv",
+    MooncakeJsonl = "mooncake-jsonl",
+    LengthsCsv = "lengths-csv",
+);
+named!(
+    Arrivals: AtOnce = "at-once",
+    Trace = "trace",
+    Poisson = "poisson",
+    Bursts = "bursts",
+);
 
 #[cfg(test)]
 mod tests {
@@ -68,6 +79,6 @@ mod tests {
                 })+
             };
         }
-        check!(CacheMode, Format, Admission, ScaleKind, KernelChoice, WorkloadKind);
+        check!(CacheMode, Format, Admission, ScaleKind, KernelChoice, WorkloadKind, Arrivals);
     }
 }

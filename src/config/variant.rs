@@ -68,7 +68,7 @@ impl VariantConfig {
     /// list of variants.
     #[must_use]
     pub fn apply(&self, base: &Config) -> Config {
-        let mut config = Config { variant: Vec::new(), ..base.clone() };
+        let mut config = Config { variant: Vec::new(), sweep: Vec::new(), ..base.clone() };
         let cache = &mut config.cache;
         cache.mode = self.mode.unwrap_or(cache.mode);
         if self.mode.is_some_and(|mode| mode != CacheMode::Hybrid) {
@@ -96,8 +96,9 @@ impl VariantConfig {
             config.pool.capacity,
             Capacity::Tokens(_) | Capacity::Budget(_) | Capacity::BudgetPercent(_)
         );
-        let changed = self.mode == Some(CacheMode::Contiguous) || self.capacity.is_some();
-        if changed && !(divided && config.cache.mode != CacheMode::Contiguous) {
+        let undivided = |mode| matches!(mode, CacheMode::Contiguous | CacheMode::Dynamic);
+        let changed = self.mode.is_some_and(undivided) || self.capacity.is_some();
+        if changed && !(divided && !undivided(config.cache.mode)) {
             config.pool.typical_seq_len = None;
         }
         config.device.threads = self.threads.unwrap_or(config.device.threads);
@@ -107,7 +108,7 @@ impl VariantConfig {
 
     /// The part of [`Self::apply`] about admission and reuse.
     fn apply_sharing(&self, cache: &mut CacheConfig) {
-        let contiguous = self.mode == Some(CacheMode::Contiguous);
+        let contiguous = matches!(self.mode, Some(CacheMode::Contiguous | CacheMode::Dynamic));
         let promising =
             self.admission.is_some_and(|admission| admission != Admission::MaxUtilization);
         if promising || contiguous {

@@ -1,30 +1,30 @@
-//! `[workload]`: what `kvpool run` drives through the cache.
+//! `[workload]`: the requests of a job, and whether their attention is computed.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use super::complaint::Complaint;
+use super::length::LengthDistribution;
 
-/// The accepted forms of a length distribution.
-pub(super) const DISTRIBUTIONS: &str = "expected { dist = \"fixed\", value = 128 }, { dist = \"uniform\", min = 16, max = 256 } or \
-     { dist = \"lognormal\", median = 128, sigma = 0.8, min = 8, max = 512 }";
-
-/// `[workload]`. A key that belongs to the other kind is refused.
+/// `[workload]`. A key that belongs to another kind is refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WorkloadConfig {
     /// Where the requests come from.
     pub kind: WorkloadKind,
-    /// Seeds everything that is drawn: lengths, tokens, keys and values.
+    /// Whether K, V and attention are computed, or the manager is replayed alone.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub compute: Compute,
+    /// Seeds everything that is drawn: lengths, arrivals, tokens, keys and values.
     #[serde(default)]
     pub seed: u64,
     /// How many requests are generated, each turn of a conversation being one; of a trace, how
     /// many are taken from its start (default: all).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<u32>,
-    /// `azure-csv` only: the trace. A relative path starts from the current directory, since a
-    /// trace usually does not lie beside the configuration.
+    /// Traces only: the file. A relative path starts from the current directory, since a trace
+    /// usually does not lie beside the configuration.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
     /// `generator` only: how many tokens of its own each request brings. They are its prompt,
@@ -48,26 +48,71 @@ pub struct WorkloadConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turns: Option<LengthDistribution>,
     /// How many conversations are open at once: the next one opens when one ends. Without it all
-    /// open at the start. Only with `turns`.
+    /// open when they arrive. Only with `turns` or `tool_calls`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_open_conversations: Option<u32>,
-    /// `azure-csv` only: every length of the trace is multiplied by this and rounded up to a whole
+    /// The time from the end of a turn to the next one, in milliseconds of the simulated clock.
+    /// Only with `turns`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub think_ms: Option<LengthDistribution>,
+    /// `generator` only: how many calls of tools an agent makes in each turn. After each call the
+    /// tool's answer (`tool_tokens`) joins the context, and the model goes on: a request of its
+    /// own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<LengthDistribution>,
+    /// How long the answers of tools are. With `tool_calls`, and only then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_tokens: Option<LengthDistribution>,
+    /// How long a tool takes, in milliseconds of the simulated clock. Only with `tool_calls`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_ms: Option<LengthDistribution>,
+    /// Traces only: every length of the trace is multiplied by this and rounded up to a whole
     /// token. Above 0, at most 1.
-    #[serde(default = "unscaled", skip_serializing_if = "is_unscaled")]
+    #[serde(default = "one", skip_serializing_if = "is_one")]
     pub length_scale: f64,
-    /// How many attention outputs are checked against a computation in f64.
-    #[serde(default = "default_check_samples")]
+    /// When requests arrive on the simulated clock.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub arrivals: Arrivals,
+    /// `arrivals = "trace"` only: the times of the trace are multiplied by this. 0.5 sends the
+    /// same requests twice as fast.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub time_scale: f64,
+    /// `arrivals = "poisson"` and `"bursts"`: how many arrive in a second, in the mean. With
+    /// conversations, how many of these.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requests_per_s: Option<f64>,
+    /// `arrivals = "bursts"`: how many arrive at the same moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub burst_requests: Option<u32>,
+    /// `lengths-csv` only: what its columns are called.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub columns: ColumnsConfig,
+    /// `mooncake-jsonl` only: for how many tokens each entry of `hash_ids` stands; 512 when the
+    /// file does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hash_block_tokens: Option<u32>,
+    /// Traces only: a line that cannot be used is left out and counted, and does not end the job.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub skip_damaged_lines: bool,
+    /// How many attention outputs are checked against a computation in f64. Only with
+    /// `compute = "attention"`.
+    #[serde(default = "default_check_samples", skip_serializing_if = "is_default_samples")]
     pub check_samples: u32,
 }
 
-/// Lengths as the trace has them.
-fn unscaled() -> f64 {
+/// Factors that change nothing.
+fn one() -> f64 {
     1.0
 }
 
-/// Whether lengths stay as they are; then the key is not written.
-fn is_unscaled(scale: &f64) -> bool {
-    *scale == unscaled()
+/// Whether a factor changes nothing; then the key is not written.
+fn is_one(factor: &f64) -> bool {
+    *factor == one()
+}
+
+/// Whether a value is its type's default; then the key is not written.
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// Enough to meet every layer and most sequences of a small run.
@@ -75,11 +120,21 @@ fn default_check_samples() -> u32 {
     64
 }
 
+fn is_default_samples(samples: &u32) -> bool {
+    *samples == default_check_samples()
+}
+
 /// The most requests of a job: the list of their lengths is held in memory.
 const MAX_REQUESTS: u32 = 10_000_000;
 
 /// The most shared prefixes: the list of their lengths is held in memory.
 const MAX_SHARED_PREFIXES: u32 = 1_000_000;
+
+/// Tokens of one entry of Mooncake's `hash_ids`.
+const HASH_BLOCK_TOKENS: u32 = 512;
+
+/// The largest factor on the times of a trace, and the most arrivals in a second.
+const MAX_RATE: f64 = 1e6;
 
 /// Where the requests of a workload come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,157 +144,156 @@ pub enum WorkloadKind {
     Generator,
     /// Read from a trace in the format of the Azure LLM inference traces.
     AzureCsv,
+    /// Read from a trace in Mooncake's format: a JSON object a line, with the hashes of its
+    /// prompt's blocks.
+    MooncakeJsonl,
+    /// Read from a table of lengths, with or without arrivals.
+    LengthsCsv,
 }
 
-/// How a length in tokens, or a number of turns, is drawn.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "dist", rename_all = "lowercase", try_from = "RawLength")]
-pub enum LengthDistribution {
-    /// Always the same.
-    Fixed {
-        /// The length.
-        value: u32,
-    },
-    /// Each length of a range with the same probability.
-    Uniform {
-        /// The shortest.
-        min: u32,
-        /// The longest; it can occur.
-        max: u32,
-    },
-    /// The exponential of a normal distribution, cut off at both ends.
-    Lognormal {
-        /// Half of the lengths are shorter.
-        median: f64,
-        /// The standard deviation of the length's logarithm.
-        sigma: f64,
-        /// Shorter lengths become this one.
-        min: u32,
-        /// Longer lengths become this one.
-        max: u32,
-    },
+/// What a job does with a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compute {
+    /// Appends and attends on the device, and checks the answers. There is no clock: all
+    /// requests are there from the start.
+    #[default]
+    Attention,
+    /// Replays the manager alone. The pool is planned and accounted and not allocated; time is
+    /// simulated from `[cost]`.
+    None,
 }
 
-/// A distribution as it is written. serde would read a tagged enum through a buffer, and forget
-/// which key of it was wrong.
-#[derive(Deserialize)]
+/// When the requests of a workload arrive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Arrivals {
+    /// All at the start.
+    #[default]
+    AtOnce,
+    /// When the trace says.
+    Trace,
+    /// Independently of each other, `requests_per_s` in the mean.
+    Poisson,
+    /// `burst_requests` at the same moment, at a steady pace.
+    Bursts,
+}
+
+/// `[workload.columns]`: what the columns of a CSV are called. What is left out is looked for
+/// under the names that public traces have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RawLength {
-    dist: Dist,
-    value: Option<u32>,
-    min: Option<u32>,
-    max: Option<u32>,
-    median: Option<f64>,
-    sigma: Option<f64>,
+pub struct ColumnsConfig {
+    /// Tokens of the prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<String>,
+    /// Tokens of the output.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub output: Option<String>,
+    /// When the request arrives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrival: Option<String>,
+    /// What the arrivals are counted in; with `arrival`, and only then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arrival_unit: Option<ArrivalUnit>,
 }
 
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Dist {
-    Fixed,
-    Uniform,
-    Lognormal,
+/// What a column of arrivals is counted in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ArrivalUnit {
+    /// Nanoseconds.
+    #[serde(rename = "ns")]
+    Nanoseconds,
+    /// Microseconds.
+    #[serde(rename = "us")]
+    Microseconds,
+    /// Milliseconds.
+    #[serde(rename = "ms")]
+    Milliseconds,
+    /// Seconds.
+    #[serde(rename = "s")]
+    Seconds,
+    /// A date and time, `2023-11-16 18:15:46.6805900`.
+    #[serde(rename = "datetime")]
+    DateTime,
 }
 
-/// A complaint about a field of a distribution, as the text of a serde error.
-struct BadLength(String);
-
-impl std::fmt::Display for BadLength {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl BadLength {
-    fn new(key: &str, problem: impl Into<String>) -> Self {
-        Self(Complaint::with_help(key, problem, DISTRIBUTIONS).into_serde_text())
-    }
-}
-
-impl TryFrom<RawLength> for LengthDistribution {
-    type Error = BadLength;
-
-    fn try_from(raw: RawLength) -> Result<Self, BadLength> {
-        let (name, fields): (_, &[&str]) = match raw.dist {
-            Dist::Fixed => ("fixed", &["value"]),
-            Dist::Uniform => ("uniform", &["min", "max"]),
-            Dist::Lognormal => ("lognormal", &["median", "sigma", "min", "max"]),
-        };
-        for (key, given) in [
-            ("value", raw.value.is_some()),
-            ("min", raw.min.is_some()),
-            ("max", raw.max.is_some()),
-            ("median", raw.median.is_some()),
-            ("sigma", raw.sigma.is_some()),
-        ] {
-            if given && !fields.contains(&key) {
-                return Err(BadLength::new(key, format!("does not belong to dist = {name:?}")));
-            }
-        }
-        let missing =
-            |key| move || BadLength::new(key, format!("is missing; dist = {name:?} needs it"));
-        let distribution = match raw.dist {
-            Dist::Fixed => Self::Fixed { value: raw.value.ok_or_else(missing("value"))? },
-            Dist::Uniform => Self::Uniform {
-                min: raw.min.ok_or_else(missing("min"))?,
-                max: raw.max.ok_or_else(missing("max"))?,
-            },
-            Dist::Lognormal => Self::Lognormal {
-                median: raw.median.ok_or_else(missing("median"))?,
-                sigma: raw.sigma.ok_or_else(missing("sigma"))?,
-                min: raw.min.ok_or_else(missing("min"))?,
-                max: raw.max.ok_or_else(missing("max"))?,
-            },
-        };
-        distribution.in_range()
-    }
-}
-
-impl LengthDistribution {
-    /// The longest length that can be drawn.
-    #[must_use]
-    pub fn longest(&self) -> u32 {
-        match *self {
-            Self::Fixed { value } => value,
-            Self::Uniform { max, .. } | Self::Lognormal { max, .. } => max,
-        }
-    }
-
-    fn in_range(self) -> Result<Self, BadLength> {
-        match self {
-            Self::Fixed { value: 0 } => return Err(BadLength::new("value", "is 0")),
-            Self::Fixed { .. } => {}
-            Self::Uniform { min, max } | Self::Lognormal { min, max, .. } => {
-                if min == 0 {
-                    return Err(BadLength::new("min", "is 0"));
-                }
-                if min > max {
-                    return Err(BadLength::new("min", format!("is {min}, more than max = {max}")));
-                }
-            }
-        }
-        if let Self::Lognormal { median, sigma, .. } = self {
-            if !(median.is_finite() && median > 0.0) {
-                return Err(BadLength::new(
-                    "median",
-                    format!("{median} is not a finite number above 0"),
-                ));
-            }
-            if !(sigma.is_finite() && sigma >= 0.0) {
-                let problem = format!("{sigma} is not a finite number of 0 or more");
-                return Err(BadLength::new("sigma", problem));
-            }
-        }
-        Ok(self)
-    }
-}
+/// The keys that belong to some kinds only.
+const OF_KINDS: &[(&str, &[WorkloadKind])] = &[
+    ("path", TRACES),
+    ("length_scale", TRACES),
+    ("skip_damaged_lines", TRACES),
+    ("prompt_tokens", GENERATOR),
+    ("output_tokens", GENERATOR),
+    ("shared_prefix_tokens", GENERATOR),
+    ("num_shared_prefixes", GENERATOR),
+    ("turns", GENERATOR),
+    ("max_open_conversations", GENERATOR),
+    ("think_ms", GENERATOR),
+    ("tool_calls", GENERATOR),
+    ("tool_tokens", GENERATOR),
+    ("tool_ms", GENERATOR),
+    ("columns", &[WorkloadKind::LengthsCsv]),
+    ("hash_block_tokens", &[WorkloadKind::MooncakeJsonl]),
+];
+const GENERATOR: &[WorkloadKind] = &[WorkloadKind::Generator];
+const TRACES: &[WorkloadKind] =
+    &[WorkloadKind::AzureCsv, WorkloadKind::MooncakeJsonl, WorkloadKind::LengthsCsv];
 
 impl WorkloadConfig {
-    /// Refuses keys that are missing, out of range, or of the other kind. `scale_given` says
-    /// whether the file has `length_scale`: even 1.0 is refused where it means nothing.
-    pub(super) fn check(&self, scale_given: bool) -> Result<(), Complaint> {
-        self.check_kind(scale_given)?;
+    /// A workload of a kind with every other key at its default.
+    #[must_use]
+    pub fn new(kind: WorkloadKind) -> Self {
+        Self {
+            kind,
+            compute: Compute::default(),
+            seed: 0,
+            requests: None,
+            path: None,
+            prompt_tokens: None,
+            output_tokens: None,
+            shared_prefix_tokens: None,
+            num_shared_prefixes: None,
+            turns: None,
+            max_open_conversations: None,
+            think_ms: None,
+            tool_calls: None,
+            tool_tokens: None,
+            tool_ms: None,
+            length_scale: one(),
+            arrivals: Arrivals::default(),
+            time_scale: one(),
+            requests_per_s: None,
+            burst_requests: None,
+            columns: ColumnsConfig::default(),
+            hash_block_tokens: None,
+            skip_damaged_lines: false,
+            check_samples: default_check_samples(),
+        }
+    }
+
+    /// Tokens of one entry of `hash_ids`, scaled as lengths are; a whole number by `check`.
+    #[must_use]
+    pub fn scaled_hash_block(&self) -> u32 {
+        let tokens = f64::from(self.hash_block_tokens.unwrap_or(HASH_BLOCK_TOKENS));
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "not negative, and at most what it was"
+        )]
+        let scaled = (tokens * self.length_scale) as u32;
+        scaled.max(1)
+    }
+
+    /// Refuses keys that are missing, out of range, of another kind, or that mean nothing beside
+    /// the others. `given` says whether the file has a key: even a default is refused where it
+    /// means nothing.
+    pub(super) fn check(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
+        self.check_kind(given)?;
         self.check_sharing()?;
+        self.check_arrivals(given)?;
+        self.check_compute(given)?;
+        self.check_columns()?;
         if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
             return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
         }
@@ -247,44 +301,31 @@ impl WorkloadConfig {
             let problem = format!("{} is out of range", self.length_scale);
             return Err(Complaint::new("workload.length_scale", problem));
         }
-        Ok(())
+        self.check_hash_block()
     }
 
-    /// Refuses keys that the kind needs and that are missing, and those of the other kind.
-    fn check_kind(&self, scale_given: bool) -> Result<(), Complaint> {
-        let (kind, needed, foreign) = match self.kind {
-            WorkloadKind::Generator => (
-                "generator",
-                vec![
-                    ("workload.requests", self.requests.is_some()),
-                    ("workload.prompt_tokens", self.prompt_tokens.is_some()),
-                    ("workload.output_tokens", self.output_tokens.is_some()),
-                ],
-                vec![
-                    ("workload.path", self.path.is_some()),
-                    ("workload.length_scale", scale_given),
-                ],
-            ),
-            WorkloadKind::AzureCsv => (
-                "azure-csv",
-                vec![("workload.path", self.path.is_some())],
-                vec![
-                    ("workload.prompt_tokens", self.prompt_tokens.is_some()),
-                    ("workload.output_tokens", self.output_tokens.is_some()),
-                    ("workload.shared_prefix_tokens", self.shared_prefix_tokens.is_some()),
-                    ("workload.num_shared_prefixes", self.num_shared_prefixes.is_some()),
-                    ("workload.turns", self.turns.is_some()),
-                    ("workload.max_open_conversations", self.max_open_conversations.is_some()),
-                ],
-            ),
-        };
-        if let Some((key, _)) = foreign.iter().find(|(_, given)| *given) {
-            return Err(Complaint::with_help(
-                *key,
-                format!("does not belong to workload.kind = {kind:?}"),
-                "remove it, or change workload.kind",
-            ));
+    /// Refuses keys that the kind needs and that are missing, and those of another kind.
+    fn check_kind(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
+        let kind = self.kind.name();
+        for (key, kinds) in OF_KINDS {
+            let key = format!("workload.{key}");
+            if given(&key) && !kinds.contains(&self.kind) {
+                return Err(Complaint::with_help(
+                    key,
+                    format!("does not belong to workload.kind = {kind:?}"),
+                    "remove it, or change workload.kind",
+                ));
+            }
         }
+        let needed: &[_] = if self.kind == WorkloadKind::Generator {
+            &[
+                ("workload.requests", self.requests.is_some()),
+                ("workload.prompt_tokens", self.prompt_tokens.is_some()),
+                ("workload.output_tokens", self.output_tokens.is_some()),
+            ]
+        } else {
+            &[("workload.path", self.path.is_some())]
+        };
         if let Some((key, _)) = needed.iter().find(|(_, given)| !given) {
             let problem = format!("is missing; workload.kind = {kind:?} needs it");
             return Err(Complaint::new(*key, problem));
@@ -295,138 +336,152 @@ impl WorkloadConfig {
     /// Refuses counts of shared prefixes and conversations that are out of range, or that count
     /// what the workload does not have.
     fn check_sharing(&self) -> Result<(), Complaint> {
-        for (key, count, most, of, of_given) in [
+        let conversations = self.turns.is_some() || self.tool_calls.is_some();
+        for (key, given, of, of_given) in [
             (
-                "workload.num_shared_prefixes",
-                self.num_shared_prefixes,
-                MAX_SHARED_PREFIXES,
-                "workload.shared_prefix_tokens",
+                "num_shared_prefixes",
+                self.num_shared_prefixes.is_some(),
+                "shared_prefix_tokens",
                 self.shared_prefix_tokens.is_some(),
             ),
             (
-                "workload.max_open_conversations",
-                self.max_open_conversations,
-                u32::MAX,
-                "workload.turns",
-                self.turns.is_some(),
+                "max_open_conversations",
+                self.max_open_conversations.is_some(),
+                "turns",
+                conversations,
             ),
+            ("think_ms", self.think_ms.is_some(), "turns", self.turns.is_some()),
+            ("tool_tokens", self.tool_tokens.is_some(), "tool_calls", self.tool_calls.is_some()),
+            ("tool_ms", self.tool_ms.is_some(), "tool_calls", self.tool_calls.is_some()),
+            ("tool_calls", self.tool_calls.is_some(), "tool_tokens", self.tool_tokens.is_some()),
         ] {
-            let Some(count) = count else { continue };
-            if !of_given {
+            if given && !of_given {
                 return Err(Complaint::with_help(
-                    key,
-                    format!("means nothing without {of}"),
-                    format!("remove it, or give {of}"),
+                    format!("workload.{key}"),
+                    format!("means nothing without workload.{of}"),
+                    format!("remove it, or give workload.{of}"),
                 ));
             }
-            if !(1..=most).contains(&count) {
+        }
+        for (key, count, most) in [
+            ("workload.num_shared_prefixes", self.num_shared_prefixes, MAX_SHARED_PREFIXES),
+            ("workload.max_open_conversations", self.max_open_conversations, u32::MAX),
+            ("workload.burst_requests", self.burst_requests, MAX_REQUESTS),
+            ("workload.hash_block_tokens", self.hash_block_tokens, 1 << 20),
+        ] {
+            if let Some(count) = count.filter(|count| !(1..=most).contains(count)) {
                 return Err(Complaint::new(key, format!("{count} is out of range")));
             }
         }
         Ok(())
     }
+
+    /// Refuses settings of another form of arrivals.
+    fn check_arrivals(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
+        let keys: &[&str] = match self.arrivals {
+            Arrivals::AtOnce => &[],
+            Arrivals::Trace => &["time_scale"],
+            Arrivals::Poisson => &["requests_per_s"],
+            Arrivals::Bursts => &["requests_per_s", "burst_requests"],
+        };
+        let name = self.arrivals.name();
+        for own in ["time_scale", "requests_per_s", "burst_requests"] {
+            let key = format!("workload.{own}");
+            let belongs = keys.contains(&own);
+            if given(&key) && !belongs {
+                return Err(Complaint::with_help(
+                    key,
+                    format!("does not belong to workload.arrivals = {name:?}"),
+                    "remove it, or change workload.arrivals",
+                ));
+            }
+            if belongs && own != "time_scale" && !given(&key) {
+                let problem = format!("is missing; workload.arrivals = {name:?} needs it");
+                return Err(Complaint::new(key, problem));
+            }
+        }
+        for (key, rate) in [
+            ("workload.time_scale", Some(self.time_scale)),
+            ("workload.requests_per_s", self.requests_per_s),
+        ] {
+            if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && *rate <= MAX_RATE)) {
+                return Err(Complaint::new(key, format!("{rate} is out of range")));
+            }
+        }
+        if self.arrivals == Arrivals::Trace && self.kind == WorkloadKind::Generator {
+            return Err(Complaint::with_help(
+                "workload.arrivals",
+                "there is no trace with workload.kind = \"generator\"",
+                "use \"at-once\", \"poisson\" or \"bursts\"",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Refuses what needs a clock where there is none, and checks where nothing is computed.
+    fn check_compute(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
+        let timed = [
+            ("workload.arrivals", self.arrivals != Arrivals::AtOnce),
+            ("workload.think_ms", self.think_ms.is_some()),
+            ("workload.tool_ms", self.tool_ms.is_some()),
+        ];
+        match self.compute {
+            Compute::Attention => match timed.iter().find(|(_, given)| *given) {
+                Some((key, _)) => Err(Complaint::with_help(
+                    *key,
+                    "needs a clock, and workload.compute = \"attention\" has none",
+                    "remove it, or give workload.compute = \"none\" and [cost]",
+                )),
+                None => Ok(()),
+            },
+            Compute::None if given("workload.check_samples") => Err(Complaint::with_help(
+                "workload.check_samples",
+                "workload.compute = \"none\" computes nothing that could be checked",
+                "remove it, or remove workload.compute",
+            )),
+            Compute::None => Ok(()),
+        }
+    }
+
+    fn check_columns(&self) -> Result<(), Complaint> {
+        let columns = &self.columns;
+        for (key, name) in [
+            ("prompt", &columns.prompt),
+            ("output", &columns.output),
+            ("arrival", &columns.arrival),
+        ] {
+            if name.as_ref().is_some_and(|name| name.trim().is_empty()) {
+                return Err(Complaint::new(format!("workload.columns.{key}"), "is empty"));
+            }
+        }
+        if columns.arrival.is_some() != columns.arrival_unit.is_some() {
+            let [missing, given] = match columns.arrival {
+                Some(_) => ["arrival_unit", "arrival"],
+                None => ["arrival", "arrival_unit"],
+            };
+            let problem = format!("is missing; workload.columns.{given} needs it");
+            return Err(Complaint::new(format!("workload.columns.{missing}"), problem));
+        }
+        Ok(())
+    }
+
+    /// Blocks of hashed tokens must stay whole when lengths are scaled.
+    fn check_hash_block(&self) -> Result<(), Complaint> {
+        if self.kind != WorkloadKind::MooncakeJsonl {
+            return Ok(());
+        }
+        let tokens = f64::from(self.hash_block_tokens.unwrap_or(HASH_BLOCK_TOKENS));
+        let scaled = tokens * self.length_scale;
+        if scaled >= 1.0 && scaled.fract() == 0.0 {
+            return Ok(());
+        }
+        Err(Complaint::with_help(
+            "workload.length_scale",
+            format!("would make {scaled} tokens of the {tokens} of one hash"),
+            "choose one that gives a whole number, such as 0.25",
+        ))
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn generator() -> WorkloadConfig {
-        WorkloadConfig {
-            kind: WorkloadKind::Generator,
-            seed: 0,
-            requests: Some(8),
-            path: None,
-            prompt_tokens: Some(LengthDistribution::Fixed { value: 16 }),
-            output_tokens: Some(LengthDistribution::Uniform { min: 1, max: 9 }),
-            shared_prefix_tokens: None,
-            num_shared_prefixes: None,
-            turns: None,
-            max_open_conversations: None,
-            length_scale: 1.0,
-            check_samples: 64,
-        }
-    }
-
-    #[test]
-    fn keys_of_the_other_kind_are_refused() {
-        assert_eq!(generator().check(false), Ok(()));
-        assert_eq!(generator().check(true).unwrap_err().key, "workload.length_scale");
-        let with_path = WorkloadConfig { path: Some("a.csv".into()), ..generator() };
-        assert_eq!(with_path.check(false).unwrap_err().key, "workload.path");
-        let trace = WorkloadConfig { kind: WorkloadKind::AzureCsv, ..with_path };
-        assert_eq!(trace.check(false).unwrap_err().key, "workload.prompt_tokens");
-        let trace = WorkloadConfig { prompt_tokens: None, output_tokens: None, ..trace };
-        assert_eq!(trace.check(true), Ok(()));
-        for scale in [0.0, -0.5, 1.5, f64::NAN, f64::INFINITY] {
-            let scaled = WorkloadConfig { length_scale: scale, ..trace.clone() };
-            assert_eq!(scaled.check(true).unwrap_err().key, "workload.length_scale");
-        }
-    }
-
-    #[test]
-    fn what_a_kind_needs_is_named() {
-        let none = WorkloadConfig { requests: None, ..generator() };
-        assert_eq!(none.check(false).unwrap_err().key, "workload.requests");
-        let none = WorkloadConfig { output_tokens: None, ..generator() };
-        assert_eq!(none.check(false).unwrap_err().key, "workload.output_tokens");
-        let zero = WorkloadConfig { requests: Some(0), ..generator() };
-        assert_eq!(zero.check(false).unwrap_err().key, "workload.requests");
-    }
-
-    #[test]
-    fn counts_belong_to_what_they_count() {
-        let four = Some(LengthDistribution::Fixed { value: 4 });
-        let prefixes = WorkloadConfig { num_shared_prefixes: Some(2), ..generator() };
-        assert_eq!(prefixes.check(false).unwrap_err().key, "workload.num_shared_prefixes");
-        let prefixes = WorkloadConfig { shared_prefix_tokens: four, ..prefixes };
-        assert_eq!(prefixes.check(false), Ok(()));
-        for count in [0, MAX_SHARED_PREFIXES + 1] {
-            let wrong = WorkloadConfig { num_shared_prefixes: Some(count), ..prefixes.clone() };
-            assert_eq!(wrong.check(false).unwrap_err().key, "workload.num_shared_prefixes");
-        }
-        let open = WorkloadConfig { max_open_conversations: Some(1), ..generator() };
-        let complaint = open.check(false).unwrap_err();
-        assert_eq!(complaint.key, "workload.max_open_conversations");
-        assert!(complaint.help.ends_with("or give workload.turns"), "{}", complaint.help);
-        let open = WorkloadConfig { turns: four, ..open };
-        assert_eq!(open.check(false), Ok(()));
-        let none = WorkloadConfig { max_open_conversations: Some(0), ..open.clone() };
-        assert_eq!(none.check(false).unwrap_err().key, "workload.max_open_conversations");
-        let trace = WorkloadConfig {
-            kind: WorkloadKind::AzureCsv,
-            path: Some("a.csv".into()),
-            prompt_tokens: None,
-            output_tokens: None,
-            max_open_conversations: None,
-            ..open
-        };
-        assert_eq!(trace.check(false).unwrap_err().key, "workload.turns");
-    }
-
-    #[test]
-    fn distributions_are_read_and_checked() {
-        let read = |text: &str| toml::from_str::<LengthDistribution>(text);
-        assert_eq!(
-            read("dist = 'lognormal'\nmedian = 9\nsigma = 0.5\nmin = 1\nmax = 20").unwrap(),
-            LengthDistribution::Lognormal { median: 9.0, sigma: 0.5, min: 1, max: 20 }
-        );
-        for (text, key) in [
-            ("dist = 'fixed'", "value"),
-            ("dist = 'fixed'\nvalue = 0", "value"),
-            ("dist = 'fixed'\nvalue = 1\nmin = 1", "min"),
-            ("dist = 'uniform'\nmin = 1", "max"),
-            ("dist = 'uniform'\nmin = 0\nmax = 4", "min"),
-            ("dist = 'uniform'\nmin = 5\nmax = 4", "min"),
-            ("dist = 'lognormal'\nmedian = nan\nsigma = 0.5\nmin = 1\nmax = 20", "median"),
-            ("dist = 'lognormal'\nmedian = 9\nsigma = -1\nmin = 1\nmax = 20", "sigma"),
-            ("dist = 'lognormal'\nmedian = 9\nsigma = inf\nmin = 1\nmax = 20", "sigma"),
-        ] {
-            let error = read(text).unwrap_err();
-            let complaint = Complaint::from_serde_text("", error.message()).unwrap();
-            assert_eq!(complaint.key, key, "{text}");
-        }
-        let longest = LengthDistribution::Uniform { min: 1, max: 9 }.longest();
-        assert_eq!(longest, 9);
-    }
-}
+mod tests;

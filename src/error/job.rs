@@ -27,6 +27,18 @@ pub enum JobError {
         /// The file.
         path: PathBuf,
     },
+    /// The file computes attention where only a replay is meant.
+    #[error("{}: computes attention; give its [workload] compute = \"none\" and add [cost] (see configs/claims), or use `kvpool run`", path.display())]
+    Computes {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file is to be replayed, not computed.
+    #[error("{}: computes nothing (workload.compute = \"none\"); use job::replay", path.display())]
+    Replays {
+        /// The file.
+        path: PathBuf,
+    },
     /// A variant's plan.
     #[error("variant {variant:?}: {source}")]
     Open {
@@ -52,6 +64,28 @@ pub enum JobError {
         line: u64,
         /// What is wrong, and what was expected.
         problem: String,
+    },
+    /// Results of an earlier run.
+    #[error("{}: is no result of a replay: {problem}; remove it, or choose another folder", path.display())]
+    Results {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// Shards that do not make a whole.
+    #[error("the results cannot be merged: {problem}")]
+    Merge {
+        /// Why.
+        problem: String,
+    },
+    /// Nothing to recommend.
+    #[error("{}: no candidate can run{}", path.display(), first.as_ref().map_or(String::new(), |why| format!("; the first: {why}")))]
+    NoCandidate {
+        /// The file.
+        path: PathBuf,
+        /// Why the first cannot.
+        first: Option<String>,
     },
     /// A file of results.
     #[error("{}: cannot be written: {problem}", path.display())]

@@ -232,8 +232,8 @@ mod tests {
 
     fn request(arrival: u32, prompt_tokens: u32, output_tokens: u32) -> Request {
         let id = u64::from(arrival);
-        let content = Content { prefix: 1, prefix_tokens: 2, own: id };
-        Request { id, content, arrival, turn: 0, repeated_tokens: 0, prompt_tokens, output_tokens }
+        let content = Content { prefix: 1, prefix_tokens: 2, own: id, ..Content::default() };
+        Request { id, content, arrival, prompt_tokens, output_tokens, ..Request::default() }
     }
 
     #[test]

@@ -16,12 +16,19 @@
 //! same bits, wherever in the sequence it lies, though it is computed in other company, in other
 //! chunks and over blocks that may be another sequence's.
 
+use std::time::{Duration, Instant};
+
 use super::check::{Checker, Verdict};
 use super::formula::Formula;
 use super::random::mix;
+use super::tokens::Tokens;
+use super::work::{Run, Work};
 use super::workload::Request;
+use crate::cache::{AttendOptions, Step};
 use crate::config::{Admission, Geometry};
+use crate::error::CacheError;
 use crate::plan::Plan;
+use crate::units::LayerIdx;
 
 /// Lanes of the row hash: enough for the compiler to use the widest registers.
 const LANES: usize = 16;
@@ -32,23 +39,6 @@ struct Row {
     request: u64,
     token: u32,
     position: u32,
-}
-
-/// Consecutive tokens of one request in a step.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Run {
-    /// The request's index in the job.
-    pub(super) request: u32,
-    /// The request's id.
-    pub(super) id: u64,
-    /// Rows of the step that belong to it.
-    pub(super) rows: u32,
-    /// The position of its first row.
-    pub(super) first_position: u32,
-    /// The position of its first row that counts: the last token of its prompt.
-    pub(super) counts_from: u32,
-    /// Where its rows are remembered; `None` when none is ever computed again.
-    pub(super) memory: Option<u32>,
 }
 
 /// What the rows of requests came to, for those that may be computed again: every request that
@@ -108,11 +98,11 @@ pub(super) struct Engine<'a> {
 }
 
 /// The tensors of one layer of a step.
-pub(super) struct Tensors<'a> {
-    pub(super) k: &'a [f32],
-    pub(super) v: &'a [f32],
-    pub(super) q: &'a [f32],
-    pub(super) out: &'a mut [f32],
+struct Tensors<'a> {
+    k: &'a [f32],
+    v: &'a [f32],
+    q: &'a [f32],
+    out: &'a mut [f32],
 }
 
 impl<'a> Engine<'a> {
@@ -145,41 +135,29 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The formula.
-    pub(super) fn formula(&self) -> &'a Formula {
-        self.formula
+    /// The checksum of the rows so far that a model would sample from.
+    pub(super) fn checksum(&self) -> u64 {
+        self.checksum
     }
 
-    /// Begins a step with no rows.
-    pub(super) fn clear(&mut self) {
-        self.rows.clear();
-        self.runs.clear();
-        self.hashes.clear();
+    /// How many rows are in the checksum.
+    pub(super) fn counted(&self) -> u64 {
+        self.counted
     }
 
-    /// Adds the next rows of the step: their tokens, and the positions that the cache hands out.
-    pub(super) fn push(&mut self, run: Run, positions: &[u32], tokens: &[u32]) {
-        let rows = positions.iter().zip(tokens);
-        self.rows.extend(rows.map(|(&position, &token)| Row { request: run.id, token, position }));
-        self.hashes.extend(positions.iter().map(|_| 0));
-        self.runs.push(run);
+    /// Rows that came out differently when they were computed again.
+    pub(super) fn mismatches(&self) -> u64 {
+        self.mismatches
     }
 
-    /// A place to remember a request's rows in, empty; `None` when none is ever computed again.
-    pub(super) fn remember(&mut self) -> Option<u32> {
-        let place = self.memory.free.pop()?;
-        self.memory.of(place).fill(0);
-        Some(place)
-    }
-
-    /// Gives such a place back: the request is done.
-    pub(super) fn forget(&mut self, place: u32) {
-        self.memory.free.push(place);
+    /// What was checked.
+    pub(super) fn verdict(&self) -> &Verdict<'a> {
+        &self.verdict
     }
 
     /// Computes K, V and Q of the step in a layer. The outputs are poisoned, so that one that the
     /// cache does not write shows.
-    pub(super) fn fill(&mut self, layer: u32) -> Tensors<'_> {
+    fn fill(&mut self, layer: u32) -> Tensors<'_> {
         let (kv, q) = (self.rows.len() * self.kv_len, self.rows.len() * self.q_len);
         let rows = self
             .rows
@@ -199,7 +177,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Takes in the outputs of the step in a layer.
-    pub(super) fn fold(&mut self, layer: u32) {
+    fn fold(&mut self, layer: u32) {
         let mut start = 0;
         for run in &self.runs {
             let end = start + run.rows as usize;
@@ -212,10 +190,52 @@ impl<'a> Engine<'a> {
             start = end;
         }
     }
+}
+
+impl Work for Engine<'_> {
+    fn tokens(&self) -> &Tokens {
+        self.formula.tokens()
+    }
+
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.runs.clear();
+        self.hashes.clear();
+    }
+
+    fn push(&mut self, run: Run, positions: &[u32], tokens: &[u32]) {
+        let rows = positions.iter().zip(tokens);
+        self.rows.extend(rows.map(|(&position, &token)| Row { request: run.id, token, position }));
+        self.hashes.extend(positions.iter().map(|_| 0));
+        self.runs.push(run);
+    }
+
+    fn remember(&mut self) -> Option<u32> {
+        let place = self.memory.free.pop()?;
+        self.memory.of(place).fill(0);
+        Some(place)
+    }
+
+    fn forget(&mut self, place: u32) {
+        self.memory.free.push(place);
+    }
+
+    fn compute(&mut self, step: &mut Step<'_>, in_cache: &mut Duration) -> Result<(), CacheError> {
+        let num_layers = step.plan().geometry.num_layers;
+        for layer in 0..num_layers {
+            let Tensors { k, v, q, out } = self.fill(layer);
+            let began = Instant::now();
+            step.append(LayerIdx(layer), k.into(), v.into())?;
+            step.attend(LayerIdx(layer), q.into(), out.into(), AttendOptions::default())?;
+            *in_cache += began.elapsed();
+            self.fold(layer);
+        }
+        Ok(())
+    }
 
     /// Ends a step that was committed: new rows are counted, and rows that were computed again
     /// must be as before.
-    pub(super) fn committed(&mut self) {
+    fn committed(&mut self) {
         let mut start = 0;
         for run in &self.runs {
             let hashes = &self.hashes[start..start + run.rows as usize];
@@ -237,26 +257,6 @@ impl<'a> Engine<'a> {
                 }
             }
         }
-    }
-
-    /// The checksum of the rows so far that a model would sample from.
-    pub(super) fn checksum(&self) -> u64 {
-        self.checksum
-    }
-
-    /// How many rows are in the checksum.
-    pub(super) fn counted(&self) -> u64 {
-        self.counted
-    }
-
-    /// Rows that came out differently when they were computed again.
-    pub(super) fn mismatches(&self) -> u64 {
-        self.mismatches
-    }
-
-    /// What was checked.
-    pub(super) fn verdict(&self) -> &Verdict<'a> {
-        &self.verdict
     }
 }
 
@@ -299,12 +299,11 @@ mod tests {
         let plan = Plan::new(&source.config, &source.geometry).expect("fits");
         let request = |id: u32| Request {
             id: id.into(),
-            content: Content { prefix: 0, prefix_tokens: 0, own: id.into() },
+            content: Content { own: id.into(), ..Content::default() },
             arrival: id,
-            turn: 0,
-            repeated_tokens: 0,
             prompt_tokens: 4,
             output_tokens: 4,
+            ..Request::default()
         };
         (plan, (0..3).map(request).collect())
     }

@@ -18,6 +18,7 @@
 //! format is part of the error that the job measures.
 
 use super::random::{Rng, high, low, mix};
+use super::tokens::{Tokens, Use};
 use super::workload::Content;
 use crate::config::Geometry;
 
@@ -27,28 +28,13 @@ const Q_SCALE: f32 = 1.5;
 /// Channels of a head that have one outlier among them.
 const CHANNELS_PER_OUTLIER: u32 = 16;
 
-/// Tokens of the vocabulary: far more than a model has, so that two requests have a token in common
-/// because they share it, and not by chance.
-const VOCABULARY: u32 = 1 << 31;
-
 /// Stands for the request in what is the same for all of them.
 const EVERY_REQUEST: u64 = 0;
-
-/// What a hash is for. Two uses never share their numbers.
-#[derive(Clone, Copy)]
-enum Use {
-    Token = 1,
-    K,
-    V,
-    Q,
-    Outliers,
-    Prefix,
-}
 
 /// Computes tokens, keys, values and queries.
 #[derive(Debug)]
 pub struct Formula {
-    seed: u64,
+    tokens: Tokens,
     num_kv_heads: usize,
     head_dim: usize,
     /// The mean of each channel of K: 0, or that of an outlier. `[layers, kv heads, head_dim]`
@@ -59,6 +45,13 @@ impl Formula {
     /// The formula for a model and a seed.
     #[must_use]
     pub fn new(seed: u64, geometry: &Geometry) -> Self {
+        Self::of(Tokens::new(seed, Vec::new(), 1), geometry)
+    }
+
+    /// The formula for a model and a workload's tokens.
+    #[must_use]
+    pub fn of(tokens: Tokens, geometry: &Geometry) -> Self {
+        let seed = tokens.seed;
         let num_kv_heads = geometry.num_kv_heads as usize;
         let head_dim = geometry.head_dim as usize;
         let mut k_means = vec![0.0; geometry.num_layers as usize * num_kv_heads * head_dim];
@@ -74,19 +67,18 @@ impl Formula {
                 means[rng.below(geometry.head_dim) as usize] = mean;
             }
         }
-        Self { seed, num_kv_heads, head_dim, k_means }
+        Self { tokens, num_kv_heads, head_dim, k_means }
     }
 
     /// The token at a position of a content.
     #[must_use]
     pub fn token(&self, content: &Content, position: u32) -> u32 {
-        let (what, whose) = if position < content.prefix_tokens {
-            (Use::Prefix, u64::from(content.prefix))
-        } else {
-            (Use::Token, content.own)
-        };
-        let word = mix(&[self.seed, what as u64, whose, u64::from(position)]);
-        high(u64::from(high(word)) * u64::from(VOCABULARY))
+        self.tokens.token(content, position)
+    }
+
+    /// All of a workload's tokens.
+    pub(super) fn tokens(&self) -> &Tokens {
+        &self.tokens
     }
 
     /// One token's keys in a layer. `[num_kv_heads, head_dim]`
@@ -122,7 +114,7 @@ impl Formula {
 
     fn row(&self, what: Use, request: u64, token: u32, position: u32, layer: u32) -> u64 {
         let place = u64::from(position) << 32 | u64::from(token);
-        mix(&[self.seed, what as u64, request, place, u64::from(layer)])
+        mix(&[self.tokens.seed, what as u64, request, place, u64::from(layer)])
     }
 }
 
@@ -211,7 +203,7 @@ mod tests {
     fn tokens_are_equal_where_the_content_is_and_nowhere_else() {
         let formula = Formula::new(1, &geometry());
         let tokens = |prefix, prefix_tokens, own| -> Vec<u32> {
-            let content = Content { prefix, prefix_tokens, own };
+            let content = Content { prefix, prefix_tokens, own, ..Content::default() };
             (0..1000).map(|position| formula.token(&content, position)).collect()
         };
         let base = tokens(4, 300, 7);
@@ -221,7 +213,7 @@ mod tests {
         assert_eq!(same(&tokens(5, 300, 7)), 700, "the conversation behind another prefix");
         assert_eq!(same(&tokens(7, 300, 4)), 0, "prefix 7 is not conversation 7");
         assert_eq!(same(&tokens(0, 0, 4)), 0, "nor prefix 4 conversation 4");
-        assert!(base.iter().all(|token| *token < VOCABULARY));
+        assert!(base.iter().all(|token| *token < 1 << 31));
         let mut distinct = base;
         distinct.sort_unstable();
         distinct.dedup();
@@ -230,7 +222,7 @@ mod tests {
 
     /// Tokens of a conversation that shares nothing.
     fn token(formula: &Formula, own: u64, position: u32) -> u32 {
-        formula.token(&Content { prefix: 0, prefix_tokens: 0, own }, position)
+        formula.token(&Content { own, ..Content::default() }, position)
     }
 
     #[test]

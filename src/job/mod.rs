@@ -13,21 +13,31 @@
 //! - `scheduler`: admit, prefill, decode, finish, preempt.
 //! - `engine`: fills the tensors of a step and folds its outputs.
 //! - [`report`]: what came out.
+//! - [`replay`]: the other depth, without K and V and with a simulated clock.
 //!
 //! All memory of a run is allocated before its loop begins. What the loop allocates, in the whole
 //! process, is counted and reported.
 
+mod arrivals;
 pub mod check;
 mod engine;
 pub mod formula;
+mod generator;
+mod html;
 mod meter;
 #[cfg(feature = "model")]
 pub mod model;
 mod output;
+mod queue;
 mod random;
+mod reader;
+pub mod recommend;
+pub mod replay;
+pub mod replay_output;
 pub mod report;
 mod scheduler;
-mod trace;
+pub mod tokens;
+mod work;
 pub mod workload;
 
 pub use output::{csv, json, prepare, write};
@@ -43,7 +53,7 @@ use scheduler::Scheduler;
 use workload::Request;
 
 use crate::cache::Cache;
-use crate::config::{Config, Geometry, Source};
+use crate::config::{Compute, Config, Geometry, Source};
 use crate::device::{ResolvedBudget, resolve_budget};
 use crate::error::{CacheError, JobError, OpenError};
 use crate::plan::{KvFormat, Plan};
@@ -109,8 +119,12 @@ pub fn run(source: &Source, observer: &mut dyn Observer) -> Result<Report, JobEr
     let Some(workload) = &source.config.workload else {
         return Err(JobError::NoWorkload { path: source.path.clone() });
     };
-    let requests = workload::requests(workload)?;
-    let formula = Formula::new(workload.seed, &source.geometry);
+    if workload.compute == Compute::None {
+        return Err(JobError::Replays { path: source.path.clone() });
+    }
+    let mut requests = workload::requests(workload)?;
+    let formula = Formula::of(requests.take_tokens(workload.seed), &source.geometry);
+    let requests = requests.list;
     let checker = Checker::new(
         &formula,
         &source.geometry,
@@ -192,11 +206,11 @@ impl Job<'_> {
 fn describe(
     name: &str,
     asked_for_reuse: bool,
-    scheduler: &Scheduler<'_>,
+    scheduler: &Scheduler<'_, Engine<'_>>,
     allocations: &AllocationMeter,
     wall_s: f64,
 ) -> RunReport {
-    let Scheduler { cache, engine, counts, latency, cache_time, .. } = scheduler;
+    let Scheduler { cache, work: engine, counts, latency, cache_time, .. } = scheduler;
     let plan = cache.plan();
     let device = cache.device_info();
     let stats = cache.stats();
@@ -257,8 +271,8 @@ fn describe(
 }
 
 /// What is not as it must be at the end of a run.
-fn problems(scheduler: &Scheduler<'_>) -> Vec<String> {
-    let Scheduler { cache, engine, counts, .. } = scheduler;
+fn problems(scheduler: &Scheduler<'_, Engine<'_>>) -> Vec<String> {
+    let Scheduler { cache, work: engine, counts, .. } = scheduler;
     let (planned, allocated) = (cache.plan().pool_bytes, cache.device_info().pool_bytes);
     let mut problems = Vec::new();
     if planned != allocated {

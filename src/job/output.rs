@@ -86,7 +86,7 @@ pub fn csv(report: &Report) -> String {
     text
 }
 
-fn cell(value: &Value) -> String {
+pub(super) fn cell(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
         Value::String(text) if text.contains([',', '"', '\n', '\r']) => {
@@ -124,7 +124,7 @@ fn refused(path: &Path, error: &std::io::Error) -> JobError {
 }
 
 /// Writes a file beside its place and moves it there.
-fn replace(path: &Path, text: &str) -> Result<(), JobError> {
+pub(super) fn replace(path: &Path, text: &str) -> Result<(), JobError> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.tmp", std::process::id()));
     let beside: PathBuf = path.with_file_name(name);

@@ -8,8 +8,9 @@
 //! oldest progresses in every step. Prefill starts behind what `begin` found in the cache.
 //!
 //! **Conversations.** A turn joins the end of the queue when the turn before it is done, since its
-//! prompt holds that one's output. With `workload.max_open_conversations` so many conversations
-//! are open, and the next one opens when one ends.
+//! prompt holds that one's output, and the gap behind it has passed. With
+//! `workload.max_open_conversations` so many conversations are open, and the next one opens when
+//! one ends and it has arrived.
 //!
 //! **Static batches** (`admission = "static-batch"`) are filled at once, as far as the cache takes
 //! requests, and nobody joins until all of the batch are done.
@@ -25,22 +26,21 @@
 //!
 //! **What can never run** is refused before the first step and never waits.
 //!
-//! Nothing here looks at a clock: the same requests and plan give the same steps.
+//! **Time** is simulated: a step takes as long as its [`Work`] says, and requests arrive when the
+//! workload says. Where the work takes no time, all are there from the start. Nothing here looks at
+//! a real clock but to report it: the same requests and plan give the same steps.
 
 mod admit;
 
-use std::collections::VecDeque;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, Run, Tensors};
-use super::formula::Formula;
 use super::meter::Histogram;
+use super::queue::Queue;
+use super::work::{Moment, Run, Served, Work};
 use super::workload::Request;
-use crate::cache::{AttendOptions, Cache, SeqHandle};
+use crate::cache::{Cache, SeqHandle};
 use crate::config::Admission;
 use crate::error::CacheError;
-use crate::units::LayerIdx;
 
 /// Where a request is.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,8 +57,11 @@ struct Task {
     /// Preemptions so far.
     preemptions: u32,
     sequence: Option<SeqHandle>,
-    /// Where the engine remembers its rows.
+    /// Where its rows are remembered.
     memory: Option<u32>,
+    /// When it was admitted for the first time, and had its first token.
+    admitted_ns: u64,
+    first_ns: u64,
 }
 
 impl Task {
@@ -116,14 +119,12 @@ pub(super) struct Counts {
 }
 
 /// Drives all requests through a cache. Allocates nothing after [`Scheduler::new`].
-pub(super) struct Scheduler<'a> {
+pub(super) struct Scheduler<'a, W> {
     pub(super) cache: Cache,
-    pub(super) engine: Engine<'a>,
+    pub(super) work: W,
     requests: &'a [Request],
     tasks: Vec<Task>,
-    waiting: VecDeque<u32>,
-    /// From here on, the first turns in the list belong to conversations that have not opened.
-    unopened: usize,
+    pub(super) queue: Queue<'a>,
     /// Oldest first: requests are admitted in the order of their arrival, and it is the youngest
     /// that goes back to the queue.
     running: Vec<u32>,
@@ -142,27 +143,26 @@ pub(super) struct Scheduler<'a> {
     pub(super) cache_time: Duration,
 }
 
-impl<'a> Scheduler<'a> {
-    /// All requests that are there from the start waiting, but for those that can never run; the
-    /// first `open` conversations are, or all.
+impl<'a, W: Work> Scheduler<'a, W> {
+    /// All requests that are there from the start waiting, but for those that can never run; of
+    /// conversations at most `most_open` are open at once, or all.
     ///
     /// # Errors
     /// A refusal of an empty cache that is not for ever: a defect.
     pub(super) fn new(
         cache: Cache,
-        engine: Engine<'a>,
+        work: W,
         requests: &'a [Request],
-        open: Option<u32>,
+        most_open: Option<u32>,
     ) -> Result<Self, CacheError> {
         let slots = cache.plan().seq_slots as usize;
         let longest = cache.plan().limits.max_seq_len as usize;
         let step_tokens = cache.plan().limits.max_batch_tokens as usize;
         let mut scheduler = Self {
-            engine,
+            work,
             requests,
             tasks: vec![Task::default(); requests.len()],
-            waiting: VecDeque::with_capacity(requests.len()),
-            unopened: 0,
+            queue: Queue::new(requests, most_open),
             running: Vec::with_capacity(slots),
             picked: Vec::with_capacity(slots),
             batch: Vec::with_capacity(slots),
@@ -177,10 +177,7 @@ impl<'a> Scheduler<'a> {
         for (task, request) in requests.iter().enumerate() {
             scheduler.accept(task, request)?;
         }
-        let mut opened = 0;
-        while open.is_none_or(|most| opened < most) && scheduler.open_conversation() {
-            opened += 1;
-        }
+        scheduler.queue.arrive();
         Ok(scheduler)
     }
 
@@ -191,7 +188,7 @@ impl<'a> Scheduler<'a> {
 
     /// Requests that wait.
     pub(super) fn num_waiting(&self) -> usize {
-        self.waiting.len()
+        self.queue.waiting.len()
     }
 
     /// Tokens of all requests that were not refused.
@@ -204,7 +201,9 @@ impl<'a> Scheduler<'a> {
     /// # Errors
     /// A verb that failed where it must not: a defect.
     pub(super) fn step(&mut self) -> Result<bool, CacheError> {
-        if self.running.is_empty() && self.waiting.is_empty() {
+        self.queue.arrive();
+        let idle = self.running.is_empty() && self.queue.waiting.is_empty();
+        if idle && !self.queue.wait_for_next() {
             return Ok(false);
         }
         let mut in_cache = Duration::ZERO;
@@ -269,13 +268,12 @@ impl<'a> Scheduler<'a> {
     /// Reserves and computes the chosen step. Gives the error back when blocks are missing and
     /// there is someone to preempt; nothing has changed then.
     fn try_step(&mut self, in_cache: &mut Duration) -> Result<Option<CacheError>, CacheError> {
-        let Self { cache, engine, requests, tasks, picked, batch, tokens: ids, .. } = self;
-        let num_layers = cache.plan().geometry.num_layers;
+        let Self { cache, work, requests, tasks, picked, batch, tokens: ids, .. } = self;
         ids.clear();
         for (&index, &(_, rows)) in picked.iter().zip(&*batch) {
             let from = tasks[index as usize].len;
             let request = &requests[index as usize];
-            ids.extend(tokens(engine.formula(), request, from..from + rows));
+            work.tokens().each(&request.content, from..from + rows, |token| ids.push(token));
         }
         let began = Instant::now();
         let mut step = match cache.reserve_tokens(batch, ids) {
@@ -287,7 +285,7 @@ impl<'a> Scheduler<'a> {
         };
         *in_cache += began.elapsed();
 
-        engine.clear();
+        work.clear();
         let mut start = 0;
         for (&index, &(_, rows)) in picked.iter().zip(&*batch) {
             let end = start + rows as usize;
@@ -301,21 +299,14 @@ impl<'a> Scheduler<'a> {
                 counts_from: request.prompt_tokens - 1,
                 memory: tasks[index as usize].memory,
             };
-            engine.push(run, positions, &ids[start..end]);
+            work.push(run, positions, &ids[start..end]);
             start = end;
         }
-        for layer in 0..num_layers {
-            let Tensors { k, v, q, out } = engine.fill(layer);
-            let began = Instant::now();
-            step.append(LayerIdx(layer), k.into(), v.into())?;
-            step.attend(LayerIdx(layer), q.into(), out.into(), AttendOptions::default())?;
-            *in_cache += began.elapsed();
-            engine.fold(layer);
-        }
+        work.compute(&mut step, in_cache)?;
         let began = Instant::now();
         step.commit()?;
         *in_cache += began.elapsed();
-        engine.committed();
+        work.committed();
         Ok(None)
     }
 
@@ -340,13 +331,23 @@ impl<'a> Scheduler<'a> {
         task.preemptions += 1;
         self.counts.preemptions += 1;
         self.counts.most_preemptions = self.counts.most_preemptions.max(task.preemptions);
-        self.waiting.push_front(index);
+        self.queue.waiting.push_front(index);
         Ok(())
     }
 
-    /// Takes the averages and peaks of the step that was committed.
+    /// Moves the clock on, and takes the averages and peaks of the step that was committed.
     fn note_step(&mut self) {
         let stats = self.cache.stats();
+        let took_ns = self.work.took_ns(stats.copied_bytes.get());
+        self.work.note(&Moment {
+            cache: &self.cache,
+            stats: &stats,
+            began_ns: self.queue.now_ns,
+            took_ns,
+            running: self.running.len(),
+            waiting: self.queue.waiting.len(),
+        });
+        self.queue.pass(took_ns);
         let taken = stats.held_bytes.get() + stats.promised_bytes.get();
         let counts = &mut self.counts;
         counts.waste_sum += u128::from(taken.saturating_sub(stats.used_bytes.get()));
@@ -365,15 +366,27 @@ impl<'a> Scheduler<'a> {
             let task = &mut self.tasks[index as usize];
             task.len += rows;
             self.counts.new_tokens += task.reach(task.len);
+            let request = &self.requests[index as usize];
+            if task.len == request.prompt_tokens {
+                // Computed again it is not the first any more.
+                task.first_ns = if task.first_ns == 0 { self.queue.now_ns } else { task.first_ns };
+            }
             if task.len == task.total {
                 let began = Instant::now();
                 self.cache.release(sequence)?;
                 *in_cache += began.elapsed();
                 task.sequence = None;
                 if let Some(place) = task.memory.take() {
-                    self.engine.forget(place);
+                    self.work.forget(place);
                 }
-                self.arrive_after(index);
+                self.work.served(&Served {
+                    arrived_ns: self.queue.arrived_ns(index),
+                    admitted_ns: task.admitted_ns,
+                    first_ns: task.first_ns,
+                    done_ns: self.queue.now_ns,
+                    output_tokens: request.output_tokens,
+                });
+                self.queue.arrive_after(index);
                 done += 1;
             }
         }
@@ -384,13 +397,4 @@ impl<'a> Scheduler<'a> {
         }
         Ok(())
     }
-}
-
-/// The token ids of a request at these positions.
-fn tokens(
-    formula: &Formula,
-    request: &Request,
-    positions: Range<u32>,
-) -> impl Iterator<Item = u32> {
-    positions.map(|position| formula.token(&request.content, position))
 }

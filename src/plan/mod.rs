@@ -167,6 +167,13 @@ impl Plan {
 
     /// The plan of a configuration that was checked.
     fn of(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
+        if config.cache.mode == CacheMode::Dynamic {
+            return Err(PlanError::Contradiction {
+                key: "cache.mode".to_owned(),
+                problem: "\"dynamic\" is a baseline that jobs simulate: it has no plan".to_owned(),
+                help: "use \"contiguous\", \"paged\" or \"hybrid\"".to_owned(),
+            });
+        }
         let limits = limits(config, geometry);
         let format = KvFormat::of(config);
         let drafts = group::drafts(config, geometry, &limits, format)?;

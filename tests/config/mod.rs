@@ -6,6 +6,7 @@ mod files;
 mod mistakes;
 mod model;
 mod model_file;
+mod replays;
 
 use std::path::Path;
 

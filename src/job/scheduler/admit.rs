@@ -1,16 +1,17 @@
-//! Who arrives, and who gets in.
+//! Who gets in.
 
 use std::time::{Duration, Instant};
 
-use super::{Scheduler, Task, tokens};
+use super::{Scheduler, Task};
 use crate::cache::{BeginOptions, Begun};
 use crate::config::Admission;
 use crate::error::CacheError;
+use crate::job::work::Work;
 use crate::job::workload::Request;
 use crate::plan::GroupKind;
 use crate::units::{GroupIdx, counted, grouped};
 
-impl Scheduler<'_> {
+impl<W: Work> Scheduler<'_, W> {
     /// Makes a request a task, or refuses it for ever. A turn is longer than the one before it, so
     /// when one is refused, those that would follow it are too.
     pub(super) fn accept(&mut self, index: usize, request: &Request) -> Result<(), CacheError> {
@@ -22,6 +23,7 @@ impl Scheduler<'_> {
             Ok(_) => {
                 let prefix = request.prompt_tokens;
                 self.tasks[index] = Task { total, prefix, ..Task::default() };
+                self.queue.accept(index);
                 self.counts.repeated_tokens += u64::from(request.repeated_tokens);
                 self.counts.sampled_rows += u64::from(request.output_tokens) + 1;
             }
@@ -66,42 +68,19 @@ impl Scheduler<'_> {
         })
     }
 
-    /// Lets the first turn of the next conversation arrive; `false` when there is none left.
-    pub(super) fn open_conversation(&mut self) -> bool {
-        let is_first =
-            |&index: &usize| self.requests[index].turn == 0 && self.tasks[index].total > 0;
-        let Some(first) = (self.unopened..self.requests.len()).find(is_first) else {
-            self.unopened = self.requests.len();
-            return false;
-        };
-        self.unopened = first + 1;
-        // A job of 2³² requests does not fit in memory.
-        self.waiting.push_back(u32::try_from(first).unwrap_or(u32::MAX));
-        true
-    }
-
-    /// Lets the turn behind a request that is done arrive, or else the next conversation.
-    pub(super) fn arrive_after(&mut self, index: u32) {
-        let next = index as usize + 1;
-        if self.requests.get(next).is_some_and(|r| r.turn > 0) && self.tasks[next].total > 0 {
-            self.waiting.push_back(index + 1);
-        } else {
-            self.open_conversation();
-        }
-    }
-
     /// Begins the sequence of the request at the front of the queue, if there is one and the cache
     /// takes it now.
     pub(super) fn admit_next(
         &mut self,
         in_cache: &mut Duration,
     ) -> Result<Option<u32>, CacheError> {
-        let Some(&index) = self.waiting.front() else { return Ok(None) };
+        let Some(&index) = self.queue.waiting.front() else { return Ok(None) };
         let task = self.tasks[index as usize];
         let request = &self.requests[index as usize];
         if self.prompt_of.replace(index) != Some(index) {
             self.prompt.clear();
-            self.prompt.extend(tokens(self.engine.formula(), request, 0..task.prefix));
+            let Self { work, prompt, .. } = &mut *self;
+            work.tokens().each(&request.content, 0..task.prefix, |token| prompt.push(token));
         }
         let options = BeginOptions {
             key: Some(request.id),
@@ -116,7 +95,7 @@ impl Scheduler<'_> {
         };
         *in_cache += began.elapsed();
         let Some(begun) = self.or_later(begun)?.flatten() else { return Ok(None) };
-        self.waiting.pop_front();
+        self.queue.waiting.pop_front();
         self.running.push(index);
         self.prompt_of = None;
         self.note_admission(index, begun);
@@ -147,7 +126,8 @@ impl Scheduler<'_> {
         if task.preemptions == 0 {
             counts.prompt_tokens += known;
             counts.hit_tokens += hit;
-            task.memory = self.engine.remember();
+            task.memory = self.work.remember();
+            task.admitted_ns = self.queue.now_ns;
         } else {
             counts.resumed_tokens += known;
             counts.resumed_hit_tokens += hit;

@@ -94,7 +94,10 @@ pub(super) fn plan(params: &Params) -> Plan {
         pool: PoolConfig::default(),
         device: DeviceConfig::default(),
         workload: None,
+        cost: None,
+        goals: None,
         variant: Vec::new(),
+        sweep: Vec::new(),
     };
     let geometry = Geometry {
         num_layers: 2,

@@ -1,0 +1,141 @@
+//! Which settings to use for a model, a budget and a workload: every candidate is replayed, and the
+//! best is said with its reasons.
+
+use super::replay::{Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, replay};
+use crate::config::{
+    Admission, CacheMode, Capacity, Config, ContiguousLayers, Format, Source, VariantConfig,
+};
+use crate::error::JobError;
+use crate::units::Bytes;
+
+/// Sizes of blocks that are tried.
+const BLOCKS: [u32; 4] = [16, 32, 64, 128];
+
+/// Parts of the capacity that are tried with the best settings, in hundredths.
+const SHARES: [u64; 4] = [75, 50, 35, 25];
+
+/// How much of the best score a cheaper setting must keep to be taken instead.
+const KEPT: f64 = 0.99;
+
+/// What was found.
+#[derive(Debug)]
+pub struct Recommendation {
+    /// The settings, as a file: the job's own, with what was chosen in place of its variants.
+    pub config: Config,
+    /// The result of the chosen settings.
+    pub best: VariantResult,
+    /// All candidates with the file's capacity, the best first.
+    pub ranked: Vec<VariantResult>,
+    /// The best settings with less memory, the most first.
+    pub smaller: Vec<VariantResult>,
+    /// What candidates that cannot run say.
+    pub refused: Vec<String>,
+}
+
+/// What a result is worth: requests a second that keep the goals, or that are served at all where
+/// the file has no goals. What refuses requests is worth the part that it serves.
+#[must_use]
+pub fn score(result: &VariantResult) -> f64 {
+    result.goodput_per_s.unwrap_or(result.requests_per_s)
+}
+
+/// Replays the candidates of a file, its own variants aside. `formats` are those that may be chosen.
+///
+/// # Errors
+/// As [`replay`]; [`JobError::NoCandidate`] when no candidate can run.
+pub fn recommend(
+    source: &Source,
+    formats: &[Format],
+    observer: &dyn ReplayObserver,
+) -> Result<Recommendation, JobError> {
+    let candidates = source.with_variants(candidates(&source.config, formats));
+    let report = replay(&candidates, &ReplayOptions::default(), observer)?;
+    let (mut ranked, refused) = results(report);
+    ranked.sort_by(better);
+    let none =
+        || JobError::NoCandidate { path: source.path.clone(), first: refused.first().cloned() };
+    let top = ranked.first().ok_or_else(none)?.clone();
+    let chosen = candidates.config.variant.iter().find(|variant| variant.name == top.variant);
+    let chosen = chosen.ok_or_else(none)?.clone();
+
+    let less = SHARES.iter().map(|share| VariantConfig {
+        name: format!("{share} % of the memory"),
+        capacity: Some(Capacity::Budget(Bytes(top.pool_bytes / 100 * share))),
+        ..chosen.clone()
+    });
+    let report =
+        replay(&source.with_variants(less.collect()), &ReplayOptions::default(), observer)?;
+    let (mut smaller, _) = results(report);
+    smaller.sort_by_key(|result| std::cmp::Reverse(result.pool_bytes));
+    let enough = smaller.iter().rev().find(|result| {
+        score(result) >= KEPT * score(&top) && result.requests_completed == top.requests_completed
+    });
+    let best = enough.unwrap_or(&top).clone();
+    let capacity = match enough {
+        Some(result) => Some(Capacity::Budget(Bytes(result.pool_bytes))),
+        None => chosen.capacity,
+    };
+    let config = VariantConfig { capacity, ..chosen }.apply(&source.config);
+    Ok(Recommendation { config, best, ranked, smaller, refused })
+}
+
+/// The results of those that ran, and the errors of the others.
+fn results(report: Replay) -> (Vec<VariantResult>, Vec<String>) {
+    let (mut done, mut refused) = (Vec::new(), Vec::new());
+    for run in report.runs {
+        match run {
+            Replayed::Done(run) => done.push(*run),
+            Replayed::Failed(run) => refused.push(run.error),
+        }
+    }
+    (done, refused)
+}
+
+/// The better first: who serves more requests, then who serves more of them well, then who has the
+/// shorter wait. What differs by less than a thousandth is the same, and the plainer one wins.
+fn better(a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-3 * a.abs().max(b.abs());
+    let descending = |a: f64, b: f64| {
+        if close(a, b) { std::cmp::Ordering::Equal } else { b.total_cmp(&a) }
+    };
+    (b.requests_completed.cmp(&a.requests_completed))
+        .then_with(|| descending(score(a), score(b)))
+        .then_with(|| descending(b.first_token_ms.p99, a.first_token_ms.p99))
+        .then_with(|| a.preemptions.cmp(&b.preemptions))
+        .then_with(|| a.index.cmp(&b.index))
+}
+
+/// Every combination that is worth a replay.
+fn candidates(base: &Config, formats: &[Format]) -> Vec<VariantConfig> {
+    let mut variants = Vec::new();
+    for &format in formats {
+        let plain = |mode: CacheMode, name: &str| VariantConfig {
+            name: format!("{name}-{format}"),
+            mode: Some(mode),
+            format: (format != base.cache.format).then_some(format),
+            ..VariantConfig::default()
+        };
+        variants.push(plain(CacheMode::Contiguous, "contiguous"));
+        for tokens in BLOCKS {
+            for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
+                let with = |name: &str, mode, contiguous_layers| VariantConfig {
+                    tokens_per_block: Some(tokens),
+                    admission: Some(admission),
+                    contiguous_layers,
+                    ..plain(mode, &format!("{name}-b{tokens}-{admission}"))
+                };
+                variants.push(with("paged", CacheMode::Paged, None));
+                // A split by windows; refused where the model has none, or nothing else.
+                variants.push(with("hybrid", CacheMode::Hybrid, Some(ContiguousLayers::default())));
+                if tokens == BLOCKS[0] {
+                    for first in ["first:1", "first:4"] {
+                        let layers = Some(ContiguousLayers::Named(first.to_owned()));
+                        let name = format!("hybrid-{}", first.replace(':', ""));
+                        variants.push(with(&name, CacheMode::Hybrid, layers));
+                    }
+                }
+            }
+        }
+    }
+    variants
+}

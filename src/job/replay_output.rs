@@ -1,0 +1,263 @@
+//! The results of a replay as files: `results.json`, `results.csv`, `report.html`; and back from
+//! the first of them.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::output::{cell, prepare, replace};
+use super::replay::{Replay, Replayed};
+use crate::error::JobError;
+
+/// The columns of the CSV: keys of the JSON, in its order.
+const COLUMNS: &[&str] = &[
+    "variant",
+    "index",
+    "fingerprint",
+    "mode",
+    "format",
+    "tokens_per_block",
+    "admission",
+    "prefix_reuse",
+    "capacity",
+    "pool_bytes",
+    "host_bytes",
+    "table_bytes",
+    "bytes_per_token",
+    "capacity_tokens",
+    "requests_completed",
+    "requests_refused_too_long",
+    "requests_refused_never_fits",
+    "preemptions",
+    "simulated_s",
+    "busy_s",
+    "steps",
+    "peak_running",
+    "mean_running",
+    "peak_used_bytes",
+    "peak_held_bytes",
+    "mean_used_bytes",
+    "mean_held_bytes",
+    "mean_promised_bytes",
+    "mean_cached_bytes",
+    "mean_block_waste_bytes",
+    "mean_slot_waste_bytes",
+    "utilization",
+    "prompt_tokens",
+    "prefix_hit_tokens",
+    "hit_rate",
+    "ceiling_hit_rate",
+    "computed_tokens",
+    "output_tokens",
+    "output_tokens_per_s",
+    "requests_per_s",
+    "good_requests",
+    "goodput_per_s",
+    "evictions",
+    "copied_bytes",
+    "alloc_failures",
+    "alloc_failures_with_room",
+    "worst_free_bytes",
+    "worst_largest_run",
+    "queue_ms",
+    "first_token_ms",
+    "token_ms",
+    "latency_ms",
+    "step_ms",
+    "first_refusal",
+    "error",
+];
+
+/// The keys of a result that are no columns: they have parts.
+#[cfg(test)]
+const NESTED: &[&str] = &["series", "picture", "problems"];
+
+/// The keys whose values are distributions: a column for each of these parts.
+const TIMES: &[&str] = &["queue_ms", "first_token_ms", "token_ms", "latency_ms", "step_ms"];
+const PARTS: &[&str] = &["mean", "p50", "p90", "p99", "max"];
+
+/// The report as one JSON document, with a line break at the end.
+#[must_use]
+pub fn json(report: &Replay) -> String {
+    let mut text = serde_json::to_string_pretty(report).unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// The report as CSV, a line a variant; a variant that was not replayed has only its name, its
+/// mode and the error.
+#[must_use]
+pub fn csv(report: &Replay) -> String {
+    let mut columns: Vec<(String, Vec<&str>)> = Vec::new();
+    for key in COLUMNS {
+        if TIMES.contains(key) {
+            for part in PARTS {
+                columns.push((format!("{key}_{part}"), vec![key, part]));
+            }
+        } else {
+            columns.push(((*key).to_owned(), vec![key]));
+        }
+    }
+    let names: Vec<&str> = columns.iter().map(|(name, _)| name.as_str()).collect();
+    let mut text = names.join(",");
+    text.push('\n');
+    for run in &report.runs {
+        let run = serde_json::to_value(run).unwrap_or_default();
+        let at = |path: &[&str]| {
+            path.iter().try_fold(&run, |value, key| value.get(*key)).unwrap_or(&Value::Null)
+        };
+        let cells: Vec<String> = columns.iter().map(|(_, path)| cell(at(path))).collect();
+        text.push_str(&cells.join(","));
+        text.push('\n');
+    }
+    text
+}
+
+/// Everything that is not as it must be, a line each.
+#[must_use]
+pub fn problems(report: &Replay) -> Vec<String> {
+    let mut problems = Vec::new();
+    for run in &report.runs {
+        match run {
+            Replayed::Failed(run) => problems.push(run.error.clone()),
+            Replayed::Done(run) => {
+                let named = |problem: &str| format!("variant {:?}: {problem}", run.variant);
+                problems.extend(run.problems.iter().map(|problem| named(problem)));
+                if run.requests_completed == 0 {
+                    problems.push(named("no request was completed, so nothing was measured"));
+                }
+            }
+        }
+    }
+    problems
+}
+
+/// Writes `results.json`, `results.csv` and `report.html` into a folder, which is created when it
+/// is not there. A file is replaced as a whole or not at all.
+///
+/// # Errors
+/// [`JobError::Write`].
+pub fn write(report: &Replay, folder: &Path) -> Result<(), JobError> {
+    prepare(folder)?;
+    replace(&folder.join("results.json"), &json(report))?;
+    replace(&folder.join("results.csv"), &csv(report))?;
+    replace(&folder.join("report.html"), &super::html::html(report))
+}
+
+/// Reads what an earlier run wrote into a folder; `None` when there is nothing.
+///
+/// # Errors
+/// [`JobError::Results`] for a file that is no result of a replay.
+pub fn read(folder: &Path) -> Result<Option<Replay>, JobError> {
+    let path = folder.join("results.json");
+    let refused = |problem: String| JobError::Results { path: path.clone(), problem };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(refused(error.to_string())),
+    };
+    serde_json::from_str(&text).map(Some).map_err(|error| refused(error.to_string()))
+}
+
+/// Puts the shards of a job together: the result is the one of the whole job.
+///
+/// # Errors
+/// [`JobError::Merge`]: shards of different jobs, a variant twice, or none at all.
+pub fn merge(shards: Vec<Replay>) -> Result<Replay, JobError> {
+    let refused = |problem: String| JobError::Merge { problem };
+    let mut shards = shards.into_iter();
+    let Some(mut whole) = shards.next() else {
+        return Err(refused("there are no shards".to_owned()));
+    };
+    for shard in shards {
+        let same = shard.version == whole.version
+            && shard.config == whole.config
+            && shard.workload == whole.workload
+            && shard.variants == whole.variants;
+        if !same {
+            return Err(refused(
+                "the shards are not of the same job (another file, workload or version)".to_owned(),
+            ));
+        }
+        whole.runs.extend(shard.runs);
+    }
+    whole.runs.sort_by_key(Replayed::index);
+    let twice = whole.runs.windows(2).find(|pair| pair[0].index() == pair[1].index());
+    if let Some(pair) = twice {
+        return Err(refused(format!("variant {:?} is in two shards", pair[0].variant())));
+    }
+    Ok(whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::replay::{VariantFailure, VariantResult, WorkloadSummary};
+    use super::*;
+    use crate::config::CacheMode;
+
+    fn report(indexes: &[usize]) -> Replay {
+        let run = |index: &usize| {
+            let variant = format!("v{index}");
+            if *index == 1 {
+                return Replayed::Failed(VariantFailure {
+                    variant,
+                    index: 1,
+                    fingerprint: "f".to_owned(),
+                    mode: CacheMode::Paged,
+                    error: "no, \"really\"".to_owned(),
+                });
+            }
+            let index = *index;
+            Replayed::Done(Box::new(VariantResult { variant, index, ..VariantResult::default() }))
+        };
+        Replay {
+            version: "1".to_owned(),
+            config: "c".to_owned(),
+            workload: WorkloadSummary::default(),
+            runs: indexes.iter().map(run).collect(),
+            variants: 4,
+        }
+    }
+
+    #[test]
+    fn results_are_read_as_they_were_written() {
+        let report = report(&[0, 1, 2, 3]);
+        let folder = tempfile::tempdir().expect("a folder");
+        assert!(read(folder.path()).expect("nothing there").is_none());
+        write(&report, folder.path()).expect("written");
+        let again = read(folder.path()).expect("a result").expect("there");
+        assert_eq!(json(&again), json(&report));
+        std::fs::write(folder.path().join("results.json"), "{\"runs\": 3}").expect("written");
+        let error = read(folder.path()).expect_err("no result").to_string();
+        assert!(error.contains("results.json: is no result of a replay"), "{error}");
+    }
+
+    #[test]
+    fn csv_has_a_column_for_every_number() {
+        let csv = csv(&report(&[0, 1]));
+        let lines: Vec<&str> = csv.lines().collect();
+        assert!(lines[0].starts_with("variant,index,fingerprint,mode,format"), "{}", lines[0]);
+        assert!(lines[0].contains(",first_token_ms_p99,") && !lines[0].contains("series"));
+        assert!(
+            lines[2].starts_with("v1,1,f,paged,") && lines[2].ends_with("\"no, \"\"really\"\"\"")
+        );
+        assert_eq!(lines[0].split(',').count(), lines[1].split(',').count());
+        let keys = serde_json::to_value(VariantResult::default()).expect("plain");
+        for key in keys.as_object().expect("an object").keys() {
+            let key = key.as_str();
+            assert!(COLUMNS.contains(&key) != NESTED.contains(&key), "{key}");
+        }
+    }
+
+    #[test]
+    fn shards_merge_to_the_whole() {
+        let whole = report(&[0, 1, 2, 3]);
+        let merged = merge(vec![report(&[1, 3]), report(&[0, 2])]).expect("one job");
+        assert_eq!(json(&merged), json(&whole));
+        let twice = merge(vec![report(&[0, 1]), report(&[1])]).expect_err("twice").to_string();
+        assert!(twice.contains("variant \"v1\" is in two shards"), "{twice}");
+        let other = Replay { config: "d".to_owned(), ..report(&[1]) };
+        assert!(merge(vec![report(&[0]), other]).is_err());
+        assert!(merge(Vec::new()).is_err());
+    }
+}
