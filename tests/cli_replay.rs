@@ -7,12 +7,20 @@ use serde_json::Value;
 
 use crate::cli::{Config, bad, command, good, kvpool, text};
 
+/// A job of ten variants, cut down to a few requests.
+const BLOCK_SIZES: [&str; 4] =
+    ["compare", "configs/claims/d-block-size.toml", "--set", "workload.requests=60"];
+
+/// That job with more arguments.
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&BLOCK_SIZES[..], more].concat()
+}
+
 #[test]
 fn compare_writes_a_report_resumes_and_merges() {
     let folder = tempfile::tempdir().expect("a folder");
     let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
-    let job = ["compare", "configs/claims/d-block-size.toml", "--set", "workload.requests=60"];
-    let with = |more: &[&str]| [&job[..], more].concat();
+    let job = BLOCK_SIZES;
     let out = good(&with(&["--out", &at("whole")]));
     assert!(out.lines().all(|line| line.chars().count() <= 100), "{out}");
     assert!(out.contains("b16-guaranteed") && out.contains("b128-max-util"), "{out}");
