@@ -96,7 +96,7 @@ impl SweepConfig {
                         {
                             self.add(
                                 &mut variants,
-                                VariantConfig {
+                                &VariantConfig {
                                     mode,
                                     format,
                                     capacity,
@@ -116,7 +116,7 @@ impl SweepConfig {
     }
 
     /// The combination with every admission and with reuse on and off.
-    fn add(&self, variants: &mut Vec<VariantConfig>, plain: VariantConfig, mode: CacheMode) {
+    fn add(&self, variants: &mut Vec<VariantConfig>, plain: &VariantConfig, mode: CacheMode) {
         // The baseline has neither.
         let pooled = mode != CacheMode::Dynamic;
         for admission in values(&self.admission) {

@@ -98,7 +98,7 @@ impl VariantConfig {
         );
         let undivided = |mode| matches!(mode, CacheMode::Contiguous | CacheMode::Dynamic);
         let changed = self.mode.is_some_and(undivided) || self.capacity.is_some();
-        if changed && !(divided && !undivided(config.cache.mode)) {
+        if changed && (undivided(config.cache.mode) || !divided) {
             config.pool.typical_seq_len = None;
         }
         config.device.threads = self.threads.unwrap_or(config.device.threads);

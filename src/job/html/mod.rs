@@ -71,10 +71,10 @@ pub(super) fn html(report: &Replay) -> String {
     page.push_str(&sections::block_size(&runs));
     page.push_str(&sections::hit_rate(&runs, workload.ceiling_hit_rate));
     page.push_str(&sections::pictures(&runs));
-    let _ = write!(
+    let _ = writeln!(
         page,
         "<h2>Settings</h2><pre>{}</pre><footer>kvpool {}. The same file and workload give the same numbers on \
-         every machine.</footer></main></body></html>\n",
+         every machine.</footer></main></body></html>",
         escaped(&report.config),
         escaped(&report.version)
     );

@@ -101,7 +101,7 @@ fn edge_63_what_is_no_trace_is_refused() {
 fn a_missing_trace_says_where_the_public_ones_are() {
     let at =
         |path: &str| WorkloadConfig { path: Some(path.into()), ..config(WorkloadKind::AzureCsv) };
-    let error = open(&at("no/such.csv")).err().expect("there is none").to_string();
+    let error = open(&at("no/such.csv")).map(drop).expect_err("there is none").to_string();
     assert!(error.starts_with("no/such.csv: the trace cannot be read"), "{error}");
     for words in ["Azure/AzurePublicDataset", "kvcache-ai/Mooncake", "--set workload.path="] {
         assert!(error.contains(words), "{error}");
@@ -178,8 +178,11 @@ fn mooncake_traces_are_read() {
     assert_eq!(rows(&line, &small), [[0, 40, 1]]);
 }
 
+/// A line of a trace with these lengths, prompt and output.
+type GoodLine = fn(u32, u32) -> String;
+
 /// The kinds of traces, and a good line of each with these lengths.
-fn kinds() -> [(WorkloadConfig, &'static str, fn(u32, u32) -> String); 3] {
+fn kinds() -> [(WorkloadConfig, &'static str, GoodLine); 3] {
     [
         (timed(WorkloadKind::AzureCsv), AZURE, |p, o| format!("2023-11-16 18:15:46.68,{p},{o}")),
         (timed(WorkloadKind::LengthsCsv), "output_tokens,arrived_at,prompt_tokens", |p, o| {
