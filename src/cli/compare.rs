@@ -110,7 +110,7 @@ fn done(report: &Replay) -> impl Iterator<Item = &VariantResult> {
 pub(super) fn text(report: &Replay) -> String {
     let workload = &report.workload;
     let mut text = format!(
-        "{}, {} in, {} out, the last after {}; the longest has {}\n\n",
+        "{}, {} in, {} out, the last after {}\nthe longest has {}\n\n",
         counted(workload.requests, "request"),
         counted(workload.prompt_tokens, "token"),
         counted(workload.output_tokens, "token"),
@@ -122,14 +122,14 @@ pub(super) fn text(report: &Replay) -> String {
     let header = [
         "variant",
         "pool",
-        "run at once\nmean / max",
+        "at once\nmean",
         "used of\ntaken",
         "wasted",
         "hit\nrate",
         rate,
-        "out\ntok/s",
-        "first token\ns p50 / p99",
-        "token ms\np50 / p99",
+        "first\ntoken s\np50",
+        "first\ntoken s\np99",
+        "token\nms p50",
     ];
     let mut table = table(&header, 1..header.len());
     table.set_width(WIDTH);
@@ -140,18 +140,14 @@ pub(super) fn text(report: &Replay) -> String {
         table.add_row([
             run.variant.clone(),
             short(run.pool_bytes),
-            format!("{:.1} / {}", run.mean_running, run.peak_running),
+            format!("{:.1}", run.mean_running),
             percent(run.utilization),
             short(whole(wasted)),
             hit,
             format!("{:.2}", run.goodput_per_s.unwrap_or(run.requests_per_s)),
-            grouped(whole(run.output_tokens_per_s)),
-            format!(
-                "{} / {}",
-                figure(run.first_token_ms.p50 / 1e3),
-                figure(run.first_token_ms.p99 / 1e3)
-            ),
-            format!("{} / {}", figure(run.token_ms.p50), figure(run.token_ms.p99)),
+            figure(run.first_token_ms.p50 / 1e3),
+            figure(run.first_token_ms.p99 / 1e3),
+            figure(run.token_ms.p50),
         ]);
     }
     text.push_str(&text_of(&table));
