@@ -5,7 +5,7 @@
 //! simulated from `[cost]` (see [`crate::config::CostConfig`]), so the same file gives the same
 //! numbers on every machine, and variants run side by side in threads.
 //!
-//! `mode = "dynamic"` is the baseline: see [`dynamic`].
+//! `mode = "dynamic"` is the baseline: see `dynamic.rs`.
 
 mod clock;
 mod distribution;
