@@ -106,20 +106,21 @@ fn variants_differ_where_they_must() {
         *runs.iter().find(|run| run.variant == name).unwrap_or_else(|| panic!("{name}"))
     };
     let (small, large) = (find("paged-400KiB-guaranteed"), find("paged-2MiB-guaranteed"));
-    // How many run at once says nothing here: those that find less stay longer.
-    assert!(
-        small.first_token_ms.p99 >= large.first_token_ms.p99,
-        "{} {}",
-        small.first_token_ms.p99,
-        large.first_token_ms.p99
-    );
+    // Who is served faster runs beside fewer others, so this says nothing about how many run.
+    assert!(small.first_token_ms.p99 >= large.first_token_ms.p99);
     assert!(small.hit_rate <= large.hit_rate && large.hit_rate > 0.2);
     assert!(small.goodput_per_s <= large.goodput_per_s);
     let slots = find("contiguous-2MiB-guaranteed");
     assert!(slots.mean_slot_waste_bytes > large.mean_block_waste_bytes);
     assert!(slots.mean_block_waste_bytes < 1.0 && large.mean_slot_waste_bytes < 1.0);
-    let dynamic = find("dynamic-400KiB");
-    assert!(!dynamic.prefix_reuse && dynamic.hit_rate == 0.0);
+    assert!(!find("dynamic-400KiB").prefix_reuse && find("dynamic-400KiB").hit_rate == 0.0);
+    // When all come at once, some wait for a run of memory.
+    let at_once = CHAT.replace("arrivals = 'poisson'\n    requests_per_s = 100.0", "");
+    let variant = "variant = [{ name = 'd', mode = 'dynamic', capacity = 'budget:300 KiB' }]";
+    let report = run(&source(&[variant, MODEL, &at_once]));
+    let dynamic = done(&report)[0];
+    assert!(dynamic.alloc_failures > 0 && dynamic.requests_completed == 60);
+    assert!(dynamic.alloc_failures_with_room <= dynamic.alloc_failures);
 }
 
 /// A trace whose prompts share blocks, a line every `gap` milliseconds.
@@ -163,7 +164,8 @@ fn a_pool_that_is_large_enough_hits_what_an_infinite_cache_hits() {
     // 1500 - 1 (the last token is computed), 1024, 1500; nothing of the first and the last.
     assert_eq!(report.workload.repeated_tokens, 1500 + 1024 + 1500);
     assert_eq!(large.prefix_hit_tokens, 1499 + 1024 + 1500);
-    assert!(small.evictions > 0 && large.evictions == 0);
+    assert!(small.prefix_hit_tokens <= large.prefix_hit_tokens);
+    assert!(small.evictions > 0 && large.evictions == 0, "{} {}", small.evictions, large.evictions);
     assert!(large.simulated_s > 240.0 && large.busy_s < 1.0, "it waits for who is to come");
     // All at the same time: who comes second finds nothing yet.
     std::fs::write(&path, hashed_trace(0)).expect("written");

@@ -110,7 +110,7 @@ fn done(report: &Replay) -> impl Iterator<Item = &VariantResult> {
 pub(super) fn text(report: &Replay) -> String {
     let workload = &report.workload;
     let mut text = format!(
-        "{}, {} in, {} out, the last after {}\nthe longest has {}\n\n",
+        "{}, {} in, {} out\nthe last arrives after {}; the longest has {}\n\n",
         counted(workload.requests, "request"),
         counted(workload.prompt_tokens, "token"),
         counted(workload.output_tokens, "token"),

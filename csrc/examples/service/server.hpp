@@ -114,8 +114,10 @@ public:
     void run() {
         std::chrono::steady_clock::time_point ends_at = {};
         for (;;) {
+            // Before the replies are taken: what was said before stop() is among them then.
+            const bool stopping = stopping_;
             send_replies();
-            if (stopping_) {
+            if (stopping) {
                 const auto now = std::chrono::steady_clock::now();
                 if (ends_at == decltype(ends_at)()) ends_at = now + std::chrono::seconds(2);
                 if (now >= ends_at || all_sent()) return;
