@@ -2,8 +2,11 @@
 // under way, and not for a gap between two that is long enough.
 #include <kvpool.hpp>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <thread>
+#include <vector>
 
 #include "check.h"
 
@@ -32,14 +35,21 @@ int main() {
         }
     });
     while (verbs == 0) std::this_thread::yield();
-    const uint64_t begun = verbs;
-    uint64_t reads = 0;
-    for (; verbs < begun + 300; ++reads) CHECK(cache.stats().ok());
+    // As a thread that collects metrics: it asks, and sleeps. How many verbs ended while it waited.
+    std::vector<uint64_t> waited;
+    while (waited.size() < 25) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        const uint64_t before = verbs;
+        CHECK(cache.stats().ok());
+        waited.push_back(verbs - before);
+    }
     over = true;
     engine.join();
-    std::printf("%llu reads beside %llu verbs\n", static_cast<unsigned long long>(reads),
-                static_cast<unsigned long long>(verbs - begun));
-    // One behind every verb, but for those in which this thread was not awake to ask.
-    CHECK(reads >= 30);
+    std::sort(waited.begin(), waited.end());
+    std::printf("a reader waited for %llu verbs, at most for %llu\n",
+                static_cast<unsigned long long>(waited[waited.size() / 2]),
+                static_cast<unsigned long long>(waited.back()));
+    // For the one that is under way; for more only where this thread was not awake.
+    CHECK(waited[22] <= 2);
     std::printf("ok\n");
 }
