@@ -19,9 +19,11 @@ int main() {
     CHECK(events > 0 && poll_without_exceptions(cache) == events);
     // What is thrown comes out of the unit that can throw.
     struct Thrown {};
+    Counter counter;
+    counter.then = [] { throw Thrown(); };
     bool caught = false;
     try {
-        (void)cache.resync_events([](const kvpool::Event&) { throw Thrown(); });
+        (void)cache.resync_events(counter);
     } catch (const Thrown&) {
         caught = true;
     }

@@ -7,7 +7,11 @@
 // A callable that both units hand to the layer.
 struct Counter {
     int calls = 0;
-    void operator()(const kvpool::Event&) { ++calls; }
+    void (*then)() = nullptr;
+    void operator()(const kvpool::Event&) {
+        ++calls;
+        if (then != nullptr) then();
+    }
 };
 
 // Polls through each unit's own poll_events and resync_events; how many events came.
