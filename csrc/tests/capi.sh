@@ -21,6 +21,8 @@ trap '[ -z "$service_pid" ] || kill "$service_pid" 2>/dev/null || true; rm -rf "
 test -e "$library/libkvpool.so" || { echo "no libkvpool.so in $library: cargo build --release" >&2; exit 1; }
 
 step() { printf '\n-- %s\n' "$*"; }
+# What does not end is a failure too, and says which program it was.
+limited() { timeout --kill-after=10 300 "$@" || { echo "exit status $?: $*" >&2; return 1; }; }
 skip() { printf 'skipped: %s\n' "$*"; }
 
 # build NAME SOURCE... [-- FLAG...]
@@ -57,7 +59,7 @@ serve() {
         [ -z "$port" ] || break
         sleep 0.1
     done
-    "$out/$load" --port "$port" "$@"
+    limited "$out/$load" --port "$port" "$@"
     kill -TERM "$service_pid"
     wait "$service_pid"
     service_pid=
@@ -78,7 +80,7 @@ part_asan() {
     # Openings are few, because memory that was freed is kept back.
     for program in every_c every_cpp handles "pointers 200" "threads 500"; do
         echo "${program}:"
-        "$out/${program%% *}_asan" $([[ $program != *\ * ]] || echo "${program##* }")
+        limited "$out/${program%% *}_asan" $([[ $program != *\ * ]] || echo "${program##* }")
     done
     build service_asan csrc/examples/service.cpp -- "${flags[@]}"
     build load_asan csrc/examples/load.cpp -- "${flags[@]}"
@@ -90,10 +92,11 @@ part_valgrind() {
     step "valgrind"
     command -v valgrind > /dev/null || { skip "valgrind is not there"; return; }
     programs _plain
-    # valgrind knows no AVX-512: the library sees a processor without.
+    # valgrind knows no AVX-512: the library sees a processor without. It runs one thread at a time, and only a
+    # fair schedule lets each of them have its turn.
     for program in every_c every_cpp handles "pointers 20" "threads 50"; do
         echo "${program}:"
-        valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
+        limited valgrind --quiet --fair-sched=yes --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
             --errors-for-leak-kinds=definite \
             "$out/${program%% *}_plain" $([[ $program != *\ * ]] || echo "${program##* }")
     done
@@ -104,7 +107,7 @@ part_tsan() {
     # The library is not instrumented: what happens in it, and its calls of the C library, are not looked at.
     export TSAN_OPTIONS="halt_on_error=1 ignore_noninstrumented_modules=1"
     build threads_tsan csrc/tests/capi/threads.cpp -- -fsanitize=thread
-    "$out/threads_tsan" 500
+    limited "$out/threads_tsan" 500
     build service_tsan csrc/examples/service.cpp -- -fsanitize=thread
     build load_tsan csrc/examples/load.cpp -- -fsanitize=thread
     serve service_tsan load_tsan --verify --threads 2 -- --requests 500 --clients 16
