@@ -1,7 +1,7 @@
 //! Plans: the derived numbers of every file in `configs/`, and the well-known formula.
 
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kvpool::cache::Cache;
 use kvpool::config::{CacheMode, Format, PRESETS, ScaleKind, load};
@@ -10,34 +10,44 @@ use kvpool::units::Bytes;
 
 use crate::common::Spec;
 
-/// Every file in `configs/`, with the plan of every variant.
+/// Every file in `configs/` and its folders, with the plan of every variant. The baseline `dynamic` has
+/// no plan: it is what there was before pools.
 pub(crate) fn config_plans() -> Vec<(String, Vec<(String, Plan)>)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
-    let mut names: Vec<_> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|ext| ext == "toml"))
-        .collect();
-    names.sort();
-    names
+    let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
+    config_files(&configs)
         .iter()
         .map(|path| {
             let source = load(path, &[]).unwrap_or_else(|error| panic!("{error}"));
             let plans = source
                 .variants()
                 .into_iter()
+                .filter(|(_, config)| config.cache.mode != CacheMode::Dynamic)
                 .map(|(name, config)| (name, Plan::new(&config, &source.geometry).unwrap()))
                 .collect();
-            (path.file_stem().unwrap().to_string_lossy().into_owned(), plans)
+            let name = path.strip_prefix(&configs).unwrap().with_extension("");
+            (name.to_string_lossy().replace('/', "-"), plans)
         })
         .collect()
+}
+
+/// The TOML files of a folder and of the folders in it, in the order of their names.
+fn config_files(folder: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<_> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    let of = |path: &PathBuf| match path.extension() {
+        _ if path.is_dir() => config_files(path),
+        Some(extension) if extension == "toml" => vec![path.clone()],
+        _ => Vec::new(),
+    };
+    paths.iter().flat_map(of).collect()
 }
 
 /// A change of a snapshot is a change of what users get from the same file: look twice.
 #[test]
 fn plans_of_all_configs_are_as_before() {
     let plans = config_plans();
-    assert!(plans.len() >= 6, "{} files", plans.len());
+    assert!(plans.len() >= 24, "{} files", plans.len());
     for (name, variants) in plans {
         let mut text = String::new();
         for (variant, plan) in variants {
