@@ -127,11 +127,18 @@ impl Cache {
             for number in [record.len, record.high_water, record.limit] {
                 digest.push(u64::from(number));
             }
+            // Left out: `written`, `table_version` and `last_step`, which a cancelled step raises too.
+            if record.alive {
+                digest.push(u64::from(record.reserved));
+                digest.push(record.begun);
+                digest.push(u64::from(record.lookahead) << 32 | u64::from(record.known));
+            }
             for group in 0..self.plan.groups.len() {
                 let state = self.seqs.state(slot, group);
                 for number in [state.first, state.next, state.held, state.quota] {
                     digest.push(u64::from(number));
                 }
+                digest.push(u64::from(state.shared_tail));
             }
         }
         for slot in &self.seqs.free {

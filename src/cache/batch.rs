@@ -33,6 +33,9 @@ pub(super) struct Batch {
     pub(super) replaced: Vec<Replaced>,
     /// Groups and blocks that it takes out of the index, to write in place.
     pub(super) withdrawn: Vec<(u32, u32)>,
+    /// Groups and slots whose last block it may copy, if there is room: empty but while that is
+    /// decided.
+    pub(super) optional: Vec<(u32, u32)>,
     /// Whether some last block was shared with others.
     pub(super) shared_tails: bool,
     /// Whether it was told which tokens it appends.
@@ -65,6 +68,7 @@ impl Batch {
             wanted: vec![0; plan.groups.len()],
             replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
             withdrawn: Vec::with_capacity(seqs * csr.clone().flatten().count()),
+            optional: Vec::with_capacity(seqs * csr.clone().flatten().count()),
             shared_tails: false,
             tokens_given: false,
             open: false,

@@ -35,38 +35,62 @@ impl Cache {
                 }
             }
         }
+        // What may be copied has what is left by what must be, of all rows.
+        while let Some((group, slot)) = self.batch.optional.pop() {
+            self.hold_tail_of_others(group as usize, slot);
+        }
     }
 
     fn hold_shared_tail(&mut self, group: usize, slot: u32) {
-        let len = self.seqs.record(slot).len;
-        let per_block = self.plan.groups[group].layout.unit_tokens;
-        if len.is_multiple_of(per_block) {
+        let Some((at, block)) = self.tail(group, slot) else { return };
+        let Some(store) = self.pool.store(group) else { return };
+        if store.holders(BlockId(block)) > 1 {
+            self.hold_for_copy(group, Replaced { group: number(group), slot, at, block });
             return;
         }
-        let at = len / per_block;
-        let block = self.entry(group, slot, at);
-        let shareable = self.is_shareable(group, BlockId(block));
+        if !self.is_shareable(group, BlockId(block)) {
+            self.write_in_place(group, slot, block);
+            return;
+        }
         let is_leaf =
             self.lead() != Some(group) || self.index().is_some_and(|index| index.is_leaf(block));
-        let Some(store) = self.pool.store(group) else { return };
-        let alone = store.holders(BlockId(block)) == 1;
-        // Others go on from it in the index: a copy leaves it to them, but nothing was promised for
-        // that. Without room they go.
-        if alone && (!shareable || is_leaf || !self.has_spare(group)) {
-            self.write_in_place(group, slot, block);
-            if !shareable {
-                return;
-            }
-            // Nobody else holds it: taken out of the index it can be written.
-            let group = u32::try_from(group).unwrap_or(u32::MAX);
-            self.batch.withdrawn.push((group, block));
-            return;
+        if is_leaf {
+            self.withdraw_and_write(group, slot, block);
+        } else {
+            self.batch.optional.push((number(group), slot));
         }
+    }
+
+    /// A last block that nobody else holds, but from which others go on in the index: a copy leaves
+    /// it to them. Nothing was promised for that; without room they go.
+    fn hold_tail_of_others(&mut self, group: usize, slot: u32) {
+        let Some((at, block)) = self.tail(group, slot) else { return };
+        if self.has_spare(group) {
+            self.hold_for_copy(group, Replaced { group: number(group), slot, at, block });
+        } else {
+            self.withdraw_and_write(group, slot, block);
+        }
+    }
+
+    /// A row's last block, if it is not full: its place in the row, and which.
+    fn tail(&self, group: usize, slot: u32) -> Option<(u32, u32)> {
+        let len = self.seqs.record(slot).len;
+        let per_block = self.plan.groups[group].layout.unit_tokens;
+        let at = len / per_block;
+        (!len.is_multiple_of(per_block)).then(|| (at, self.entry(group, slot, at)))
+    }
+
+    fn hold_for_copy(&mut self, group: usize, replaced: Replaced) {
         let Some(store) = self.pool.store_mut(group) else { return };
-        store.hold_tail(BlockId(block));
+        store.hold_tail(BlockId(replaced.block));
         self.batch.wanted[group] += 1;
-        let group = u32::try_from(group).unwrap_or(u32::MAX);
-        self.batch.replaced.push(Replaced { group, slot, at, block });
+        self.batch.replaced.push(replaced);
+    }
+
+    /// Nobody else holds it: taken out of the index it can be written.
+    fn withdraw_and_write(&mut self, group: usize, slot: u32, block: u32) {
+        self.write_in_place(group, slot, block);
+        self.batch.withdrawn.push((number(group), block));
     }
 
     /// Whether there is a block that neither was promised nor is wanted by the step under way.
@@ -125,6 +149,7 @@ impl Cache {
     /// # Errors
     /// The device's; the step must be undone.
     pub(super) fn copy_shared_tails(&mut self) -> Result<(), CacheError> {
+        let mut copied_bytes = 0;
         for n in 0..self.batch.replaced.len() {
             let Replaced { group, slot, at, block } = self.batch.replaced[n];
             let group = group as usize;
@@ -132,11 +157,12 @@ impl Cache {
             let copy = self.swap_block(group, slot, at).ok_or(self.exhausted(group, 1))?;
             let layout = &self.plan.groups[group].layout;
             let tokens = self.seqs.record(slot).len % layout.unit_tokens;
-            let bytes = self.pool.device.queue_copy(layout, block, copy.0, 0..tokens)?;
-            self.counters.copied_bytes.0 += bytes;
-            self.counters.cow_copies += 1;
+            copied_bytes += self.pool.device.queue_copy(layout, block, copy.0, 0..tokens)?;
         }
         self.pool.device.submit()?;
+        // Counted only now: a step that fails counts nothing.
+        self.counters.copied_bytes.0 += copied_bytes;
+        self.counters.cow_copies += self.batch.replaced.len() as u64;
         Ok(())
     }
 
@@ -186,4 +212,9 @@ impl Cache {
         }
         self.batch.replaced.clear();
     }
+}
+
+/// A group's index in the form that the buffers keep.
+fn number(group: usize) -> u32 {
+    u32::try_from(group).unwrap_or(u32::MAX)
 }

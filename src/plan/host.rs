@@ -123,8 +123,8 @@ pub(super) fn terms(
         // One flag a layer.
         term("step: layers appended", 1, u64::from(geometry.num_layers))?,
         // The last blocks that a step copies because others hold them too, or takes out of the
-        // index to write in place.
-        term("step: blocks copied", COW_BYTES + 8, batch_seqs * paged().count() as u64)?,
+        // index to write in place, or may do either with.
+        term("step: blocks copied", COW_BYTES + 8 + 8, batch_seqs * paged().count() as u64)?,
         // Blocks wanted in each group.
         term("step: blocks wanted", 8, num_groups)?,
         // What the sequences of a batch have found, while it begins.

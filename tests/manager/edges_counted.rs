@@ -160,3 +160,26 @@ fn the_statistics_say_which_part_a_group_has_in_reuse() {
     let declined = Spec { prefix_reuse: false, ..hybrid };
     assert_eq!(parts(&declined), [GroupReuse::Off; 3]);
 }
+
+/// A copy that only keeps blocks in the index takes none that a later row of the step must have.
+#[test]
+fn a_copy_that_may_be_made_leaves_room_for_one_that_must() {
+    let admission = Admission::MaxUtilization;
+    let mut rig = Rig::new(&Spec { admission, ..paged(4) });
+    let whole = tokens(0, 24);
+    let mut a = rig.begin(&whole, Ns::default(), up_to(32)).expect("fits");
+    rig.prefill(&mut a, &whole);
+    let reader = rig.begin(&tokens(0, 25), Ns::default(), up_to(32)).expect("fits");
+    assert_eq!(rig.blocks_found(&tokens(0, 25)), 3);
+    rig.truncate(&mut a, 12);
+    rig.release(&reader);
+    // Its last block is its own now, and in the index with one behind it.
+    assert_eq!(rig.blocks_found(&tokens(0, 25)), 3);
+    let mut b = rig.begin(&tokens(100, 104), Ns::default(), up_to(8)).expect("fits");
+    rig.prefill(&mut b, &tokens(100, 104));
+    let _fork = rig.fork(&b);
+    rig.feed(&mut [(&mut a, &[500]), (&mut b, &[501])])
+        .expect("one block is left, one must be copied");
+    let stats = rig.cache.stats();
+    assert_eq!((stats.cow_copies, stats.blocks_withdrawn), (1, 2));
+}
