@@ -35,7 +35,8 @@
  * Structs. Those with a member `size` may grow in later versions. In one that goes in, set `size` to sizeof,
  * or begin with its ..._INIT, which also sets every default. One that comes out is followed by its size, as
  * in kvpool_cache_stats(cache, KVPOOL_OUT(stats)). Any size but that of this version of the library gives
- * KVPOOL_BAD_SIZE. Members named `reserved` are 0 in what goes in: a later version may give them a meaning.
+ * KVPOOL_BAD_SIZE. Members named `reserved` must be 0 in what goes in (KVPOOL_BAD_ARGUMENT): a later version
+ * may give them a meaning.
  *
  * Threads. "Any" below: may be called by any thread at any time, beside every other function. "Reader": the
  * same, but it waits while a verb or another reader of the same cache is under way (a callback of that verb
@@ -386,6 +387,15 @@ kvpool_status_t kvpool_plan_text(kvpool_plan_t plan, kvpool_text_form_t form, ch
 /* Blocks of a group that a sequence of `len` tokens may come to hold at most; 0 in a contiguous group. */
 kvpool_status_t kvpool_plan_blocks_for(kvpool_plan_t plan, uint32_t group, uint32_t len,
                                        uint32_t *out) KVPOOL_NOEXCEPT;
+
+/* Rotates vectors by their tokens' positions as K is rotated when it is appended, bit for bit: for queries
+ * that lie in host memory, which attend takes rotated. `x` and `out`: [num_tokens, num_heads, head_dim] of
+ * `len` elements in all; `out` may be `x` itself, and otherwise does not overlap it. Each angle is computed
+ * anew. KVPOOL_BAD_ARGUMENT where the config has no [rope], KVPOOL_WRONG_SHAPE, KVPOOL_NO_SUCH_LAYER, and
+ * KVPOOL_TOO_LONG for a position that the plan does not reach. */
+kvpool_status_t kvpool_plan_rotate(kvpool_plan_t plan, uint32_t layer, const uint32_t *positions,
+                                   size_t num_tokens, uint32_t num_heads, const float *x, float *out,
+                                   size_t len) KVPOOL_NOEXCEPT;
 
 /* ---------------------------------------------------------------- Cache: open, look, close */
 
@@ -922,11 +932,11 @@ kvpool_status_t kvpool_cache_check(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_digest(kvpool_cache_t cache, uint64_t *out) KVPOOL_NOEXCEPT;
 
 /* Reads K or V (KVPOOL_K, KVPOOL_V) of tokens from..to back as f32, [to - from, num_kv_heads, head_dim], in
- * host memory. KVPOOL_NOT_HELD. */
+ * host memory outside the pool (KVPOOL_OVERLAP). KVPOOL_NOT_HELD. */
 kvpool_status_t kvpool_cache_export(kvpool_cache_t cache, kvpool_seq_t sequence, uint32_t layer,
                                     kvpool_part_t part, uint32_t from, uint32_t to, float *out,
                                     size_t out_len) KVPOOL_NOEXCEPT;
-/* Copies bytes of the pool to host memory. */
+/* Copies bytes of the pool to host memory outside it (KVPOOL_OVERLAP). */
 kvpool_status_t kvpool_cache_read(kvpool_cache_t cache, uint64_t offset, void *out,
                                   size_t out_len) KVPOOL_NOEXCEPT;
 

@@ -43,6 +43,7 @@ programs() {
     build "handles$1" csrc/tests/capi/handles.c -- "${@:2}"
     build "pointers$1" csrc/tests/capi/pointers.c -- "${@:2}"
     build "threads$1" csrc/tests/capi/threads.cpp -- "${@:2}"
+    build "braces$1" csrc/tests/capi/braces.cpp -- "${@:2}"
 }
 
 # serve SERVICE LOAD [SERVICE ARGUMENT...] -- LOAD ARGUMENT...
@@ -78,7 +79,7 @@ part_asan() {
     local flags=(-fsanitize=address,undefined -fno-sanitize-recover=all -Wno-maybe-uninitialized)
     programs _asan "${flags[@]}"
     # Openings are few, because memory that was freed is kept back.
-    for program in every_c every_cpp handles "pointers 200" "threads 500"; do
+    for program in every_c every_cpp braces handles "pointers 200" "threads 500"; do
         echo "${program}:"
         limited "$out/${program%% *}_asan" $([[ $program != *\ * ]] || echo "${program##* }")
     done
@@ -94,7 +95,7 @@ part_valgrind() {
     programs _plain
     # valgrind knows no AVX-512: the library sees a processor without. It runs one thread at a time, and only a
     # fair schedule lets each of them have its turn.
-    for program in every_c every_cpp handles "pointers 20" "threads 50"; do
+    for program in every_c every_cpp braces handles "pointers 20" "threads 50"; do
         echo "${program}:"
         limited valgrind --quiet --fair-sched=yes --error-exitcode=99 --leak-check=full --show-leak-kinds=definite \
             --errors-for-leak-kinds=definite \
@@ -108,6 +109,8 @@ part_tsan() {
     export TSAN_OPTIONS="halt_on_error=1 ignore_noninstrumented_modules=1"
     build threads_tsan csrc/tests/capi/threads.cpp -- -fsanitize=thread
     limited "$out/threads_tsan" 500
+    build turns_tsan csrc/tests/capi/turns.cpp -- -fsanitize=thread
+    limited "$out/turns_tsan"
     build service_tsan csrc/examples/service.cpp -- -fsanitize=thread
     build load_tsan csrc/examples/load.cpp -- -fsanitize=thread
     serve service_tsan load_tsan --verify --threads 2 -- --requests 500 --clients 16

@@ -133,6 +133,16 @@ impl Caller {
         if got == expected { Ok(()) } else { Err(CallError::BadSize { what, got, expected }) }
     }
 
+    /// Refuses what a later version may give a meaning.
+    pub(super) const fn unused(what: &'static str, reserved: u32) -> Result<(), CallError> {
+        if reserved == 0 {
+            return Ok(());
+        }
+        let problem =
+            "has a member `reserved` that is not 0: a later version may give it a meaning";
+        Err(CallError::BadArgument { what, problem })
+    }
+
     /// Where a struct that says its size is written.
     pub(super) fn out<T: Versioned>(
         &self,

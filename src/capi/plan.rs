@@ -10,6 +10,7 @@ use super::config::CONFIGS;
 use super::failure::{CallError, Failure};
 use super::object::guarded;
 use super::registry::Registry;
+use super::tensor::{apart, bytes_of};
 use super::text::{Form, TextOut, json};
 use crate::config::{Admission, CacheMode, Config, DeviceKind, Format, ScaleKind};
 use crate::device::cpu::num_threads;
@@ -145,6 +146,64 @@ pub unsafe extern "C" fn kvpool_plan_blocks_for(
             return Err(CacheError::SequenceTooLong { wanted, limit, knob }.into());
         }
         out.set(plan.blocks_for(GroupIdx(group), len));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_plan_rotate(
+    plan: kvpool_plan_t,
+    layer: u32,
+    positions: *const u32,
+    num_tokens: usize,
+    num_heads: u32,
+    x: *const f32,
+    out: *mut f32,
+    len: usize,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    guarded(|| {
+        let planned = PLANS.get(plan)?;
+        let plan = &planned.plan;
+        let (at, num_layers) = (LayerIdx(layer), plan.geometry.num_layers);
+        if layer >= num_layers {
+            return Err(CacheError::NoSuchLayer { layer: at, num_layers }.into());
+        }
+        let (Some(rope), Some(table)) = (&plan.rope, plan.rope_table_of(at)) else {
+            let problem = "has no [rope]: K is stored as it comes, and queries are the engine's";
+            return Err(CallError::BadArgument { what: "the plan", problem }.into());
+        };
+        let positions = caller.slice("positions", positions, num_tokens)?;
+        if let Some(position) = positions.iter().find(|position| **position >= rope.positions) {
+            let (wanted, limit) = (u64::from(*position) + 1, rope.positions);
+            return Err(
+                CacheError::SequenceTooLong { wanted, limit, knob: "limits.max_seq_len" }.into()
+            );
+        }
+        let head_dim = plan.geometry.head_dim;
+        let row = num_heads as usize * head_dim as usize;
+        if num_tokens.checked_mul(row) != Some(len) {
+            let (what, shape) = ("x", "[num_tokens, num_heads, head_dim]");
+            let expected = num_tokens.saturating_mul(row);
+            return Err(CacheError::WrongShape { what, got: len, expected, shape }.into());
+        }
+        let out = if x == out.cast_const() {
+            caller.slice_mut("out", out, len)?
+        } else {
+            let x = caller.slice("x", x, len)?;
+            let of_out = ("out", bytes_of(out, len));
+            apart(of_out, ("x", bytes_of(x.as_ptr(), len)))?;
+            apart(of_out, ("positions", bytes_of(positions.as_ptr(), num_tokens)))?;
+            let out = caller.slice_mut("out", out, len)?;
+            out.copy_from_slice(x);
+            out
+        };
+        if row > 0 {
+            for (position, x) in positions.iter().zip(out.chunks_exact_mut(row)) {
+                rope.rotate(table, *position, head_dim, x);
+            }
+        }
         Ok(())
     })
 }

@@ -30,6 +30,7 @@ fn key_part(
 }
 
 pub(super) fn namespace(caller: &Caller, given: &kvpool_namespace_t) -> Result<Namespace, Failure> {
+    Caller::unused("name_space", given.reserved)?;
     Ok(Namespace {
         salt: key_part(caller, "the salt", &given.salt)?,
         salt_from: given.salt_from,
@@ -49,6 +50,7 @@ pub(super) fn retentions(
     // One more than there may be is enough to be refused.
     let given = &given[..given.len().min(limit + 1)];
     for (range, given) in ranges.iter_mut().zip(given) {
+        Caller::unused("retentions", given.reserved)?;
         *range = Retention {
             from: given.from,
             to: given.to,

@@ -53,6 +53,16 @@ const _: unsafe extern "C" fn(
 ) -> kvpool_status_t = super::kvpool_plan_text;
 const _: unsafe extern "C" fn(kvpool_plan_t, u32, u32, *mut u32) -> kvpool_status_t =
     super::kvpool_plan_blocks_for;
+const _: unsafe extern "C" fn(
+    kvpool_plan_t,
+    u32,
+    *const u32,
+    usize,
+    u32,
+    *const f32,
+    *mut f32,
+    usize,
+) -> kvpool_status_t = super::kvpool_plan_rotate;
 const _: unsafe extern "C" fn(kvpool_plan_t, *mut kvpool_cache_t) -> kvpool_status_t =
     super::kvpool_cache_open;
 const _: unsafe extern "C" fn(kvpool_cache_t) -> kvpool_status_t = super::kvpool_cache_close;

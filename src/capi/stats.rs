@@ -8,6 +8,8 @@ use super::failure::CallError;
 use super::handle::{self, of_block};
 use super::object::reader;
 use super::plan::{check_group, reuse_of};
+use super::tensor::{apart, bytes_of, pool_bytes};
+use crate::cache::Cache;
 use crate::plan::Kv;
 use crate::pool::{MAX_PRIORITY, Stats};
 use crate::units::{Bytes, GroupIdx, LayerIdx};
@@ -115,6 +117,11 @@ pub unsafe extern "C" fn kvpool_cache_digest(
     })
 }
 
+/// Where the pool of a cache lies.
+fn pool_of(cache: &Cache) -> (usize, usize) {
+    pool_bytes(cache.plan(), cache.pool_ptr())
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvpool_cache_export(
     cache: kvpool_cache_t,
@@ -137,6 +144,7 @@ pub unsafe extern "C" fn kvpool_cache_export(
                 return Err(CallError::BadArgument { what: "part", problem }.into());
             }
         };
+        apart(("out", bytes_of(out, out_len)), ("the pool", pool_of(&open.cache)))?;
         let out = caller.slice_mut("out", out, out_len)?;
         let sequence = handle::seq(sequence)?;
         Ok(open.cache.export(sequence, LayerIdx(layer), kv, from, to, out)?)
@@ -153,7 +161,9 @@ pub unsafe extern "C" fn kvpool_cache_read(
     // SAFETY: the caller keeps to kvpool.h.
     let caller = unsafe { Caller::trusted() };
     reader(cache, |open| {
-        let out = caller.slice_mut("out", out.cast::<u8>(), out_len)?;
+        let out = out.cast::<u8>();
+        apart(("out", bytes_of(out, out_len)), ("the pool", pool_of(&open.cache)))?;
+        let out = caller.slice_mut("out", out, out_len)?;
         Ok(open.cache.read_bytes(offset, out)?)
     })
 }

@@ -7,7 +7,7 @@ use super::caller::Caller;
 use super::failure::CallError;
 use super::handle::{self, of_step, seq, seq_or_nobodys};
 use super::object::{step_verb, verb, verb_beside_step};
-use super::tensor::{Attend, Given};
+use super::tensor::{Attend, Given, pool_bytes};
 use crate::cache::{AttendOptions, SeqHandle, Step, StepItem};
 use crate::device::BatchSeq;
 use crate::error::CacheError;
@@ -40,6 +40,7 @@ pub unsafe extern "C" fn kvpool_cache_reserve(
     let caller = unsafe { Caller::trusted() };
     verb(cache, |open| {
         let items = caller.slice("items", items, num_items)?;
+        Caller::unused("items", items.iter().fold(0, |all, item| all | item.reserved))?;
         let out = caller.place("out", out)?;
         let tokens = if tokens.is_null() && num_tokens == 0 {
             None
@@ -163,13 +164,6 @@ pub unsafe extern "C" fn kvpool_step_get_csr(
     })
 }
 
-/// The pool's bytes in host memory, which no tensor may overlap.
-fn pool_bytes(step: &Step<'_>) -> (usize, usize) {
-    let bytes = usize::try_from(step.plan().pool_bytes.get()).unwrap_or(usize::MAX);
-    let start = step.pool_ptr().addr();
-    (start, start.saturating_add(bytes))
-}
-
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvpool_step_append(
     cache: kvpool_cache_t,
@@ -187,7 +181,7 @@ pub unsafe extern "C" fn kvpool_step_append(
         if k.on_device {
             return Ok(step.append_device(layer, k.device(), v.device())?);
         }
-        let pool = pool_bytes(step);
+        let pool = pool_bytes(step.plan(), step.pool_ptr());
         k.apart_from_bytes(pool, "the pool")?;
         v.apart_from_bytes(pool, "the pool")?;
         Ok(step.append(layer, k.host(&caller)?, v.host(&caller)?)?)
@@ -240,7 +234,7 @@ pub unsafe extern "C" fn kvpool_step_attend(
             let lse = lse.map(|lse| lse.device());
             return Ok(step.attend_device(layer, q.device(), out.device(), lse, softmax_scale)?);
         }
-        let pool = pool_bytes(step);
+        let pool = pool_bytes(step.plan(), step.pool_ptr());
         for tensor in [Some(out), Some(q), lse].iter().flatten() {
             tensor.apart_from_bytes(pool, "the pool")?;
         }

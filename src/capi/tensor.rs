@@ -6,6 +6,7 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::failure::{CallError, Failure};
 use crate::device::{DType, DeviceTensor, TensorMut, TensorRef};
+use crate::plan::Plan;
 
 /// A tensor's description, checked but for its memory.
 #[derive(Clone, Copy)]
@@ -112,12 +113,33 @@ impl Given {
         (start, end): (usize, usize),
         other: &'static str,
     ) -> Result<(), CallError> {
-        let (own_start, own_end) = self.bytes();
-        if own_start < end && start < own_end {
-            return Err(CallError::Overlap { out: self.what, other });
-        }
-        Ok(())
+        apart((self.what, self.bytes()), (other, (start, end)))
     }
+}
+
+/// Where something begins and ends, under its name.
+pub(super) type Place = (&'static str, (usize, usize));
+
+/// Where so many values lie.
+pub(super) fn bytes_of<T>(data: *const T, len: usize) -> (usize, usize) {
+    let start = data.addr();
+    (start, start.saturating_add(len.saturating_mul(size_of::<T>())))
+}
+
+/// Where a pool lies: in host memory, or at addresses that host memory does not have.
+pub(super) fn pool_bytes(plan: &Plan, base: *const u8) -> (usize, usize) {
+    bytes_of(base, usize::try_from(plan.pool_bytes.get()).unwrap_or(usize::MAX))
+}
+
+/// Refuses an output that overlaps something else.
+pub(super) fn apart(
+    (out, (own_start, own_end)): Place,
+    (other, (start, end)): Place,
+) -> Result<(), CallError> {
+    if own_start < end && start < own_end {
+        return Err(CallError::Overlap { out, other });
+    }
+    Ok(())
 }
 
 /// The softmax scale and the lse of attention.
@@ -134,6 +156,7 @@ impl Attend {
         let Some(options) = caller.options("options", options)? else {
             return Ok(Self { softmax_scale: None, lse: None });
         };
+        Caller::unused("options", options.reserved)?;
         let lse = if options.lse.data.is_null() {
             None
         } else {

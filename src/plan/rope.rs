@@ -91,10 +91,10 @@ impl Rope {
     /// `x`: `[heads, head_dim]`
     pub fn rotate(&self, table: u32, position: u32, head_dim: u32, x: &mut [f32]) {
         let table = &self.tables[table as usize];
-        for x in x.chunks_exact_mut(head_dim as usize) {
-            for pair in 0..self.dims / 2 {
-                let (cos, sin) = table.cos_sin(position, pair);
-                let (a, b) = self.pair(pair as usize);
+        for pair in 0..self.dims / 2 {
+            let (cos, sin) = table.cos_sin(position, pair);
+            let (a, b) = self.pair(pair as usize);
+            for x in x.chunks_exact_mut(head_dim as usize) {
                 (x[a], x[b]) = rotated(x[a], x[b], cos, sin);
             }
         }

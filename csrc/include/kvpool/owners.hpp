@@ -197,6 +197,14 @@ public:
         uint32_t out = 0;
         return detail::result(kvpool_plan_blocks_for(held_, group, len, &out), out);
     }
+    // Rotates queries in host memory by their tokens' positions as K is rotated, bit for bit. `x` and `out`:
+    // [tokens, heads, head_dim]; `out` may be `x`.
+    Result<void> rotate(uint32_t layer, span<const uint32_t> positions, uint32_t heads, span<const float> x,
+                        span<float> out) const noexcept {
+        if (x.size() != out.size()) return Error(Status::wrong_shape, "rotate: `x` and `out` differ in size");
+        return detail::result(kvpool_plan_rotate(held_, layer, positions.data(), positions.size(), heads,
+                                                 x.data(), out.data(), x.size()));
+    }
     // As people read it, or all its numbers as JSON.
     Result<std::string> text(TextForm form = TextForm::text) const {
         return detail::text([&](char* buffer, size_t capacity, size_t* needed) {

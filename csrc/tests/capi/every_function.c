@@ -86,6 +86,55 @@ static void config_and_plan(void) {
     OK(kvpool_cache_close(cache));
 }
 
+/* Queries are rotated as K is when it is appended, bit for bit. */
+static void rotating(void) {
+    const char* const overrides[] = {"rope.theta=10000", "rope.window_theta=100"};
+    const kvpool_plan_t plan = check_plan(overrides, 2);
+    kvpool_cache_t cache;
+    OK(kvpool_cache_open(plan, &cache));
+    kvpool_plan_info_t info;
+    OK(kvpool_plan_get_info(plan, KVPOOL_OUT(info)));
+    CHECK(info.rope == 1);
+    enum { TOKENS = 8, ROW = KV_HEADS * HEAD_DIM, LEN = TOKENS * ROW };
+    float x[LEN], rotated[LEN], exported[LEN];
+    uint32_t prompt[TOKENS], positions[TOKENS + 1] = {0};
+    for (uint32_t i = 0; i < LEN; ++i) x[i] = (float)(i % 29) - 14.0f;
+    for (uint32_t i = 0; i < TOKENS; ++i) prompt[i] = positions[i] = i;
+    const kvpool_seq_t sequence = check_begin(cache, prompt, TOKENS);
+    const kvpool_step_item_t item = {sequence, TOKENS, 0};
+    kvpool_step_t step;
+    OK(kvpool_cache_reserve(cache, &item, 1, NULL, 0, &step));
+    const kvpool_tensor_t kv = check_tensor(x, LEN);
+    for (uint32_t layer = 0; layer < LAYERS; ++layer) OK(kvpool_step_append(cache, step, layer, &kv, &kv));
+    OK(kvpool_step_commit(cache, step));
+    for (uint32_t layer = 0; layer < LAYERS; ++layer) {
+        OK(kvpool_cache_export(cache, sequence, layer, KVPOOL_K, 0, TOKENS, exported, LEN));
+        OK(kvpool_plan_rotate(plan, layer, positions, TOKENS, KV_HEADS, x, rotated, LEN));
+        CHECK(memcmp(rotated, exported, sizeof(rotated)) == 0 && memcmp(rotated, x, sizeof(x)) != 0);
+    }
+    float* const in_place = exported;
+    memcpy(in_place, x, sizeof(x));
+    OK(kvpool_plan_rotate(plan, LAYERS - 1, positions, TOKENS, KV_HEADS, in_place, in_place, LEN));
+    CHECK(memcmp(rotated, in_place, sizeof(rotated)) == 0);
+    OK(kvpool_plan_rotate(plan, 0, NULL, 0, KV_HEADS, NULL, NULL, 0));
+    EXPECT(KVPOOL_NULL_POINTER, kvpool_plan_rotate(plan, 0, NULL, 1, KV_HEADS, x, rotated, ROW));
+    EXPECT(KVPOOL_NULL_POINTER, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, NULL, rotated, ROW));
+    EXPECT(KVPOOL_NULL_POINTER, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, x, NULL, ROW));
+    EXPECT(KVPOOL_OVERLAP, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, x, x + 1, ROW));
+    EXPECT(KVPOOL_WRONG_SHAPE, kvpool_plan_rotate(plan, 0, positions, TOKENS, KV_HEADS, x, rotated, LEN - 1));
+    EXPECT(KVPOOL_WRONG_SHAPE, kvpool_plan_rotate(plan, 0, positions, 1, UINT32_MAX, x, rotated, LEN));
+    EXPECT(KVPOOL_NO_SUCH_LAYER,
+           kvpool_plan_rotate(plan, LAYERS, positions, TOKENS, KV_HEADS, x, rotated, LEN));
+    positions[0] = 64;
+    EXPECT(KVPOOL_TOO_LONG, kvpool_plan_rotate(plan, 0, positions, TOKENS, KV_HEADS, x, rotated, LEN));
+    CHECK(memcmp(rotated, in_place, sizeof(rotated)) == 0);
+    OK(kvpool_cache_close(cache));
+    OK(kvpool_plan_destroy(plan));
+    const kvpool_plan_t plain = check_plan(NULL, 0);
+    EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_plan_rotate(plain, 0, positions, 1, KV_HEADS, x, rotated, ROW));
+    OK(kvpool_plan_destroy(plain));
+}
+
 static void looking(kvpool_cache_t cache) {
     kvpool_plan_info_t info;
     OK(kvpool_cache_get_plan_info(cache, KVPOOL_OUT(info)));
@@ -370,6 +419,7 @@ static void constants(void) {
 int main(void) {
     versions_and_errors();
     config_and_plan();
+    rotating();
     constants();
     const kvpool_cache_t cache = check_open(NULL, 0);
     looking(cache);

@@ -1,7 +1,6 @@
 // Uses every function of the C++ layer, and with it every function of kvpool.h. Built with exceptions off and
 // on; the second unit, second_unit.cpp, has KVPOOL_EXCEPTIONS where this one has not.
 #include <kvpool.hpp>
-#include <kvpool.hpp>
 
 #include <unordered_set>
 
@@ -80,6 +79,19 @@ kvpool::Cache open() {
     auto cache = kvpool::Cache::open(moved).value();
     CHECK(moved.destroy().ok());
     return cache;
+}
+
+// Queries are rotated as K is when it is appended.
+void rotating() {
+    const auto config = kvpool::Config::parse(CHECK_CONFIG, "check.toml", {"rope.theta=10000"}).value();
+    const auto plan = kvpool::Plan::create(config).value();
+    std::vector<float> q(2 * Q_HEADS * HEAD_DIM, 1.0f), out(q.size());
+    const uint32_t positions[] = {0, 5};
+    CHECK(plan.info()->rope() && plan.rotate(0, positions, Q_HEADS, q, out).ok());
+    CHECK(out[0] == 1.0f && out[Q_HEADS * HEAD_DIM] != 1.0f);
+    CHECK(plan.rotate(0, positions, Q_HEADS, q, q).ok() && q == out);
+    out.pop_back();
+    CHECK(plan.rotate(0, positions, Q_HEADS, q, out).status() == Status::wrong_shape);
 }
 
 void looking(kvpool::Cache& cache) {
@@ -305,6 +317,7 @@ void leaking(kvpool::Cache& cache) {
 }  // namespace
 
 int main() {
+    rotating();
     errors();
     auto cache = open();
     looking(cache);

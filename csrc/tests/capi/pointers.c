@@ -67,6 +67,10 @@ static void null_looking(void) {
     NULL_POINTER(kvpool_cache_digest(cache, NULL));
     NULL_POINTER(kvpool_cache_export(cache, seq, 0, KVPOOL_K, 0, 1, NULL, KV_HEADS * HEAD_DIM));
     NULL_POINTER(kvpool_cache_read(cache, 0, NULL, 1));
+    OK(kvpool_cache_get_pool(cache, &base, &bytes));
+    EXPECT(KVPOOL_OVERLAP, kvpool_cache_read(cache, 0, (char*)base + bytes - 1, 1));
+    EXPECT(KVPOOL_OVERLAP,
+           kvpool_cache_export(cache, seq, 0, KVPOOL_K, 0, 1, (float*)base, KV_HEADS * HEAD_DIM));
     NULL_POINTER(kvpool_cache_block_of(cache, seq, 1, 0, NULL));
     NULL_POINTER(kvpool_cache_block_refs(cache, block, NULL));
     NULL_POINTER(kvpool_cache_reservations(cache, NULL));
@@ -85,7 +89,16 @@ static void null_sequences(void) {
     NULL_POINTER(kvpool_cache_begin(cache, PROMPT, 1, NULL, NULL, sizeof(begun)));
     options.num_retentions = 1;
     NULL_POINTER(kvpool_cache_begin(cache, PROMPT, 1, &options, KVPOOL_OUT(begun)));
+    /* What a later version may give a meaning. */
+    const kvpool_retention_t retention = {0, 1, 50, 1, KVPOOL_FOREVER};
+    options.retentions = &retention;
+    EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_cache_begin(cache, PROMPT, 1, &options, KVPOOL_OUT(begun)));
     options.num_retentions = 0;
+    options.name_space.reserved = 1;
+    EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_cache_begin(cache, PROMPT, 1, &options, KVPOOL_OUT(begun)));
+    options.name_space.reserved = 0;
+    const kvpool_step_item_t odd_item = {seq, 1, 1};
+    EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_cache_reserve(cache, &odd_item, 1, NULL, 0, &step));
     options.name_space.model.kind = KVPOOL_KEY_IS_BYTES;
     options.name_space.model.num_bytes = 1;
     NULL_POINTER(kvpool_cache_begin(cache, PROMPT, 1, &options, KVPOOL_OUT(begun)));
@@ -160,6 +173,9 @@ static void null_steps(void) {
     odd = q;
     odd.data = (char*)odd.data + 1;
     EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_step_attend(cache, step, 0, &odd, &out, NULL));
+    kvpool_attend_options_t options = KVPOOL_ATTEND_OPTIONS_INIT;
+    options.reserved = 1;
+    EXPECT(KVPOOL_BAD_ARGUMENT, kvpool_step_attend(cache, step, 0, &q, &out, &options));
     odd = out;
     void* base;
     uint64_t bytes;
