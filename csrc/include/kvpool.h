@@ -562,7 +562,8 @@ kvpool_status_t kvpool_cache_begin_batch(kvpool_cache_t cache, const kvpool_begi
 kvpool_status_t kvpool_cache_fork(kvpool_cache_t cache, kvpool_seq_t sequence,
                                   kvpool_seq_t *out) KVPOOL_NOEXCEPT;
 
-/* Rewinds to `len` tokens. KVPOOL_NOT_HELD: a windowed layer has lost what it would need ("available" is the
+/* Rewinds to `len` tokens, and forgets what the prompt had behind them; to the length that it has, nothing
+ * changes. KVPOOL_NOT_HELD: a windowed layer has lost what it would need ("available" is the
  * shortest length left). */
 kvpool_status_t kvpool_cache_truncate(kvpool_cache_t cache, kvpool_seq_t sequence,
                                       uint32_t len) KVPOOL_NOEXCEPT;

@@ -3,7 +3,7 @@
 # runs in `cargo test` runs here once more, slower and closer.
 #
 #   csrc/tests/capi.sh [FOLDER] [PART...]     FOLDER of the built libraries (default target/release);
-#                                             parts: abi asan valgrind tsan load packages readme
+#                                             parts: abi asan valgrind tsan soak load packages readme
 #                                             (default: all)
 #
 # Needs a C and a C++ compiler (CC, CXX) and Python; without valgrind, cmake or pkg-config their part is
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 library=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/release}")
 shift || true
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan load packages readme)
+[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan soak load packages readme)
 out=$(mktemp -d)
 service_pid=
 # The service that is running, if any, ends with the script.
@@ -114,6 +114,17 @@ part_tsan() {
     build service_tsan csrc/examples/service.cpp -- -fsanitize=thread
     build load_tsan csrc/examples/load.cpp -- -fsanitize=thread
     serve service_tsan load_tsan --verify --threads 2 -- --requests 500 --clients 16
+}
+
+part_soak() {
+    step "eight threads in a full pool, for seconds (benches/results has the hours)"
+    build soak csrc/tests/soak/soak.cpp -- -O2
+    build soak_asan csrc/tests/soak/soak.cpp -- -O2 -fsanitize=address,undefined -fno-sanitize-recover=all
+    local hybrid=(cache.mode=hybrid cache.hybrid.contiguous_layers=windowed cache.format=f16)
+    local slots=(cache.mode=contiguous pool.capacity=worst-case limits.max_seqs=20)
+    limited "$out/soak" 10 8 cache.event_buffer=1024 | tail -n 3
+    limited "$out/soak" 5 8 "${slots[@]}" | tail -n 3
+    limited "$out/soak_asan" 10 8 "${hybrid[@]}" | tail -n 3
 }
 
 part_load() {

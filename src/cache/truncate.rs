@@ -7,7 +7,8 @@ use crate::units::{BlockId, GroupIdx};
 impl Cache {
     /// Rewinds a sequence to its first `len` tokens. Blocks that hold none of them go back to
     /// the sequence's promise (guaranteed admission) or to the pool, or stay with those who share
-    /// them; what others share is copied before it is written again.
+    /// them; what others share is copied before it is written again. What the prompt had behind
+    /// `len` is forgotten: other tokens may follow. To the length that it has, nothing changes.
     ///
     /// A plan without windowed layers can be rewound to any length. Windowed layers keep what the
     /// window and `limits.max_rewind_tokens` ask for, in every mode alike, so a rewind further
