@@ -9,15 +9,33 @@
 //! have joined it. The caller writes the job, then opens the dispatch; a worker joins by a
 //! compare-and-exchange that succeeds only while it is open; the caller closes it and waits until
 //! the last worker that joined has left. So the job is read only between those two points.
+//!
+//! Who is about to sleep says so, and then looks a last time; who has something for it changes
+//! `state`, and then asks whether somebody sleeps. A fence between the two, on both sides, keeps
+//! both from missing the other. `loom` goes through the interleavings of small cases (`.ci/run`, or
+//! `RUSTFLAGS="--cfg loom" cargo test --release --lib loom_`).
 
-use std::cell::{Cell, UnsafeCell};
+#[cfg(loom)]
+use loom::{
+    cell::UnsafeCell,
+    hint::spin_loop,
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, fence},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread::{self, JoinHandle},
+};
+use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+#[cfg(not(loom))]
+use std::{
+    hint::spin_loop,
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, fence},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread::{self, JoinHandle},
+};
 
 use super::float_mode::FloatMode;
 use crate::error::DeviceError;
@@ -35,6 +53,25 @@ const MAX_SPINS: u32 = 4096;
 
 /// A job, its lifetime erased: called with the worker's index and the item's.
 type Job = *const (dyn Fn(usize, usize) + Sync);
+
+/// As `loom` has it, where its access is checked.
+#[cfg(not(loom))]
+struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
+        read(self.0.get())
+    }
+
+    fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
+        write(self.0.get())
+    }
+}
 
 /// What the caller and the workers share.
 struct Shared {
@@ -94,9 +131,9 @@ impl Shared {
 
     /// Joins the dispatch if it is open and not `last`, and gives its number.
     fn join(&self, last: u64) -> Option<u64> {
-        let mut state = self.state.load(SeqCst);
+        let mut state = self.state.load(Relaxed);
         while state & OPEN != 0 && state / DISPATCH != last {
-            match self.state.compare_exchange_weak(state, state + 1, SeqCst, SeqCst) {
+            match self.state.compare_exchange_weak(state, state + 1, Acquire, Relaxed) {
                 Ok(_) => return Some(state / DISPATCH),
                 Err(now) => state = now,
             }
@@ -106,8 +143,12 @@ impl Shared {
 
     /// Leaves the dispatch, and wakes the caller if it sleeps and this was the last to leave.
     fn leave(&self) {
-        let before = self.state.fetch_sub(1, SeqCst);
-        if before & JOINED == 1 && before & OPEN == 0 && self.caller_sleeps.load(SeqCst) {
+        let before = self.state.fetch_sub(1, Release);
+        if before & JOINED != 1 || before & OPEN != 0 {
+            return;
+        }
+        fence(SeqCst);
+        if self.caller_sleeps.load(Relaxed) {
             let _guard = self.locked();
             self.done.notify_one();
         }
@@ -123,22 +164,23 @@ impl Shared {
             if self.stop.load(Relaxed) {
                 return None;
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
         spins.in_vain();
         let mut guard = self.locked();
         // Announced before the last look: a caller that opens a dispatch after that look sees it.
-        self.sleepers.fetch_add(1, SeqCst);
+        self.sleepers.fetch_add(1, Relaxed);
+        fence(SeqCst);
         let joined = loop {
             if let Some(dispatch) = self.join(last) {
                 break Some(dispatch);
             }
-            if self.stop.load(SeqCst) {
+            if self.stop.load(Relaxed) {
                 break None;
             }
             guard = self.work.wait(guard).unwrap_or_else(PoisonError::into_inner);
         };
-        self.sleepers.fetch_sub(1, SeqCst);
+        self.sleepers.fetch_sub(1, Relaxed);
         joined
     }
 
@@ -146,14 +188,14 @@ impl Shared {
     fn serve(&self, worker: usize, max_spins: u32) {
         // For the life of the thread: nothing else runs on it.
         let _mode = FloatMode::standard();
-        self.ready.fetch_add(1, SeqCst);
+        self.ready.fetch_add(1, Release);
         let mut spins = Spins { now: max_spins, max: max_spins };
         let mut last = 0;
         while let Some(dispatch) = self.wait(last, &mut spins) {
             last = dispatch;
             // SAFETY: this worker has joined, so the caller wrote the job before and does not
             // write it again until the worker has left.
-            let job = unsafe { *self.job.get() };
+            let job = self.job.with(|job| unsafe { *job });
             if let Some(job) = job {
                 // SAFETY: the pointee lives until `Workers::run` returns, which waits for this
                 // worker to leave; it is `Sync`.
@@ -201,6 +243,12 @@ impl Workers {
     /// [`DeviceError::Thread`] when one cannot be started; those before it are ended.
     pub(super) fn start(threads: usize) -> Result<Self, DeviceError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        // With more threads than cores, who spins keeps from its core the thread it waits for.
+        Self::spinning(threads, if threads > cores { 0 } else { MAX_SPINS })
+    }
+
+    /// As [`Workers::start`], with threads that look so often before they sleep.
+    fn spinning(threads: usize, max_spins: u32) -> Result<Self, DeviceError> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             job: UnsafeCell::new(None),
@@ -215,8 +263,6 @@ impl Workers {
             done: Condvar::new(),
             ready: AtomicUsize::new(0),
         });
-        // With more threads than cores, who spins keeps from its core the thread it waits for.
-        let max_spins = if threads > cores { 0 } else { MAX_SPINS };
         let mut workers = Self {
             shared,
             handles: Vec::with_capacity(threads.saturating_sub(1)),
@@ -225,7 +271,7 @@ impl Workers {
         };
         for index in 1..threads {
             let shared = Arc::clone(&workers.shared);
-            let handle = std::thread::Builder::new()
+            let handle = thread::Builder::new()
                 .name(format!("kvpool-{index}"))
                 .spawn(move || shared.serve(index, max_spins))
                 .map_err(|error| DeviceError::Thread {
@@ -234,8 +280,8 @@ impl Workers {
                 })?;
             workers.handles.push(handle);
         }
-        while workers.shared.ready.load(SeqCst) < workers.handles.len() {
-            std::thread::yield_now();
+        while workers.shared.ready.load(Acquire) < workers.handles.len() {
+            thread::yield_now();
         }
         Ok(workers)
     }
@@ -281,12 +327,13 @@ impl Workers {
             unsafe { std::mem::transmute::<*const (dyn Fn(usize, usize) + Sync + '_), Job>(job) };
         // SAFETY: the dispatch is closed and nobody has joined it (the end of the last `close`),
         // so no worker reads; `Workers` is not `Sync`, so no other caller writes.
-        unsafe { *shared.job.get() = Some(job) };
+        shared.job.with_mut(|place| unsafe { *place = Some(job) });
         let dispatch = shared.state.load(Relaxed) / DISPATCH + 1;
         // Wraps after 2³² dispatches; a worker would have to sleep through all of them to mistake
         // one for another, and then would only sit that one out.
-        shared.state.store(((dispatch % DISPATCH) * DISPATCH) | OPEN, SeqCst);
-        if shared.sleepers.load(SeqCst) > 0 {
+        shared.state.store(((dispatch % DISPATCH) * DISPATCH) | OPEN, Release);
+        fence(SeqCst);
+        if shared.sleepers.load(Relaxed) > 0 {
             let _guard = shared.locked();
             shared.work.notify_all();
         }
@@ -295,25 +342,26 @@ impl Workers {
     /// Ends the dispatch and waits for those who joined it.
     fn close(&self) {
         let shared = &*self.shared;
-        shared.state.fetch_and(!OPEN, SeqCst);
+        shared.state.fetch_and(!OPEN, AcqRel);
         for _ in 0..self.max_spins {
             if shared.state.load(Acquire) & JOINED == 0 {
                 return;
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
         let mut guard = shared.locked();
-        shared.caller_sleeps.store(true, SeqCst);
-        while shared.state.load(SeqCst) & JOINED != 0 {
+        shared.caller_sleeps.store(true, Relaxed);
+        fence(SeqCst);
+        while shared.state.load(Acquire) & JOINED != 0 {
             guard = shared.done.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
-        shared.caller_sleeps.store(false, SeqCst);
+        shared.caller_sleeps.store(false, Relaxed);
     }
 }
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        self.shared.stop.store(true, SeqCst);
+        self.shared.stop.store(true, Relaxed);
         {
             let _guard = self.shared.locked();
             self.shared.work.notify_all();
@@ -325,7 +373,45 @@ impl Drop for Workers {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+
+    /// All interleavings in which threads are interrupted so often.
+    fn model(interruptions: usize, threads: usize, max_spins: u32, dispatches: usize) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(interruptions);
+        model.check(move || {
+            let workers = Workers::spinning(threads, max_spins).expect("threads");
+            for dispatch in 1..=dispatches {
+                // Each item once, and all before `run` returns.
+                let ran = [AtomicUsize::new(0), AtomicUsize::new(0)];
+                let job = |_, item: usize| {
+                    assert_eq!(ran[item].fetch_add(dispatch, Relaxed), 0);
+                };
+                workers.run(2, &job).expect("no panic");
+                assert!(ran.iter().all(|ran| ran.load(Relaxed) == dispatch));
+            }
+        });
+    }
+
+    #[test]
+    fn loom_workers_that_sleep_at_once() {
+        model(3, 2, 0, 2);
+    }
+
+    #[test]
+    fn loom_workers_that_look_first() {
+        model(3, 2, 1, 2);
+    }
+
+    #[test]
+    fn loom_two_workers() {
+        model(2, 3, 0, 1);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
