@@ -16,9 +16,9 @@
  * used again. A later library may give statuses that this header does not know.
  *
  * Panics. A defect of kvpool that would end a Rust program gives KVPOOL_PANIC. If it was met in a
- * verb of a cache, the cache is poisoned: its state is not to be trusted, and every later call with it
- * gives KVPOOL_POISONED, kvpool_cache_close excepted. Other caches are not concerned. Nothing is thrown
- * through this interface, and nothing may be thrown or longjmp'ed out of a callback.
+ * verb or a reader of a cache, the cache is poisoned: its state is not to be trusted, and every later call
+ * with it gives KVPOOL_POISONED, kvpool_cache_close excepted. Other caches are not concerned. Nothing is
+ * thrown through this interface, and nothing may be thrown or longjmp'ed out of a callback.
  *
  * Ownership. Handles are values of 16 bytes that hold a kind, a generation and a place; copy them as you
  * like. All zeros is no object. A handle of something that is gone, was never given out, is of another
@@ -39,13 +39,13 @@
  * may give them a meaning.
  *
  * Threads. "Any" below: may be called by any thread at any time, beside every other function. "Reader": the
- * same, but it waits while a verb or another reader of the same cache is under way (a callback of that verb
- * gets KVPOOL_BUSY). "Verb": one at a time for each cache; a second thread gets KVPOOL_BUSY, at once and
- * without any effect, and so does a callback that calls back. A verb waits for the readers that are under
- * way; most are over at once, but not _check and _digest, nor _export and _read of many bytes. Whoever waits
- * comes before those who come later, so none is kept out. Different caches never wait for each other. A cache
- * is not tied to the thread that opened it. After fork(2) the child must not use a cache: its worker threads
- * are not there.
+ * same, but it waits while a verb or another reader of the same cache is under way. "Verb": one at a time for
+ * each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and so does a callback that
+ * calls back. A verb waits for the readers that are under way; most are over at once, but not _check and
+ * _digest, nor _export and _read of many bytes. Whoever waits comes before those who come later, so none is
+ * kept out. A callback may call no reader, of any cache (KVPOOL_BUSY): so different caches never wait for
+ * each other. A cache is not tied to the thread that opened it. After fork(2) the child may close a cache, or
+ * end, and nothing else: the worker threads are not there.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
@@ -55,7 +55,8 @@
  * - Verb: everything else, kvpool_cache_close included.
  *
  * One step at a time. While a step is open, verbs that are not of the step give KVPOOL_STEP_OPEN, but for
- * kvpool_cache_poll_events, kvpool_cache_resync_events, kvpool_cache_synchronize and kvpool_cache_close.
+ * kvpool_cache_poll_events, kvpool_cache_resync_events, kvpool_cache_synchronize, kvpool_cache_cancel_step
+ * and kvpool_cache_close.
  *
  * Memory. After kvpool_cache_open no call of a cache allocates, on the host or on the device, failing calls
  * included; kvpool_cache_text and kvpool_cache_check are the exceptions. Pointers into
@@ -166,9 +167,9 @@ typedef struct kvpool_error {
     uint32_t line;          /* of a file; 0 if none is meant */
     uint64_t wanted;        /* what was asked for, in the unit that the message says; KVPOOL_NO_NUMBER */
     uint64_t available;     /* what there is; KVPOOL_NO_NUMBER */
-    uint64_t index;         /* which entry of an array was refused; KVPOOL_NO_NUMBER */
-    char knob[64];          /* the setting to change, as "pool.capacity"; "" if none */
-    char message[1024];     /* one sentence: what, where, and what to do. Cut to fit */
+    uint64_t index;     /* which entry of an array was refused; KVPOOL_NO_NUMBER where it was all of them */
+    char knob[64];      /* the setting to change, as "pool.capacity"; "" if none */
+    char message[1024]; /* one sentence: what, where, and what to do. Cut to fit */
 } kvpool_error_t;
 
 /* Copies the calling thread's last failure, which calls that succeed leave as it is, as this one does. The
@@ -384,7 +385,8 @@ kvpool_status_t kvpool_plan_get_layer(kvpool_plan_t plan, uint32_t layer, kvpool
 kvpool_status_t kvpool_plan_text(kvpool_plan_t plan, kvpool_text_form_t form, char *buffer, size_t capacity,
                                  size_t *needed) KVPOOL_NOEXCEPT;
 
-/* Blocks of a group that a sequence of `len` tokens may come to hold at most; 0 in a contiguous group. */
+/* Blocks of a group that a sequence of `len` tokens may come to hold at most; 0 in a contiguous group.
+ * KVPOOL_TOO_LONG beyond limits.max_seq_len. */
 kvpool_status_t kvpool_plan_blocks_for(kvpool_plan_t plan, uint32_t group, uint32_t len,
                                        uint32_t *out) KVPOOL_NOEXCEPT;
 
@@ -558,13 +560,15 @@ kvpool_status_t kvpool_cache_begin_batch(kvpool_cache_t cache, const kvpool_begi
                                          size_t out_size) KVPOOL_NOEXCEPT;
 
 /* A second sequence with the same tokens. Blocks are shared; the first write that differs copies. Contiguous
- * layers copy at once. */
+ * layers copy at once, and blocks within the look-ahead too. It is admitted as begin does it:
+ * KVPOOL_NO_SEQ_SLOT, KVPOOL_NOT_ADMITTED, KVPOOL_BATCH_UNDER_WAY, KVPOOL_TOO_MANY_REFS. */
 kvpool_status_t kvpool_cache_fork(kvpool_cache_t cache, kvpool_seq_t sequence,
                                   kvpool_seq_t *out) KVPOOL_NOEXCEPT;
 
 /* Rewinds to `len` tokens, and forgets what the prompt had behind them; to the length that it has, nothing
- * changes. KVPOOL_NOT_HELD: a windowed layer has lost what it would need ("available" is the
- * shortest length left). */
+ * changes. KVPOOL_NOT_HELD: it is not as long ("available" is its length), or a windowed layer has lost what
+ * it would need ("available" is the shortest length left). KVPOOL_NOT_ADMITTED: guaranteed admission would
+ * have to promise again what others share, and there is no room; never for its own look-ahead. */
 kvpool_status_t kvpool_cache_truncate(kvpool_cache_t cache, kvpool_seq_t sequence,
                                       uint32_t len) KVPOOL_NOEXCEPT;
 
@@ -675,8 +679,9 @@ typedef struct kvpool_step_group {
 } kvpool_step_group_t;
 
 /* The blocks of a step's sequences in compressed sparse row form, as FlashInfer takes it. In a windowed group
- * the blocks of a sequence begin with those of its sinks and go on at kv_first_position; what lies between
- * has left the window. */
+ * the blocks of a sequence begin with those of its sinks, ceil(min(sink_tokens, length) / tokens_per_block)
+ * of them, and go on at kv_first_position, the position of the first token of the first block behind them;
+ * what lies between has left the window. Without a window kv_first_position is 0. */
 typedef struct kvpool_step_csr {
     size_t size;
     const uint32_t *kv_indptr;         /* [num_seqs + 1] */
@@ -783,8 +788,13 @@ kvpool_status_t kvpool_step_get_device(kvpool_cache_t cache, kvpool_step_t step,
 
 /* Makes the step's tokens part of their sequences. KVPOOL_NOT_APPENDED: the step is over too, cancelled. */
 kvpool_status_t kvpool_step_commit(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
-/* Gives everything back. */
+/* Gives everything back. The cache is as before, but for this: handles of blocks that the step had taken are
+ * stale, and what was cached and had to go for it, or was taken out of the index to be written, does not come
+ * back. */
 kvpool_status_t kvpool_step_cancel(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
+/* The same of the step that is open, whoever has its handle; `cancelled` (may be NULL) is 0 where none was.
+ */
+kvpool_status_t kvpool_cache_cancel_step(kvpool_cache_t cache, uint32_t *cancelled) KVPOOL_NOEXCEPT;
 
 /* ---------------------------------------------------------------- Prefixes */
 
@@ -796,8 +806,9 @@ typedef struct kvpool_probe {
     uint32_t reserved;
 } kvpool_probe_t;
 
-/* How much of a prompt is cached. Changes nothing, and runs beside a verb. `name_space` may be NULL: absent
- * in every part. */
+/* How much of a prompt is cached. Changes nothing, and runs beside a verb: it then looks again, until what it
+ * saw was of one moment; after a thousand times it gives what it saw last, which may be too much or too
+ * little. `name_space` may be NULL: absent in every part. */
 kvpool_status_t kvpool_cache_probe(kvpool_cache_t cache, const uint32_t *prompt, size_t prompt_len,
                                    const kvpool_namespace_t *name_space, kvpool_probe_t *out,
                                    size_t out_size) KVPOOL_NOEXCEPT;
@@ -833,7 +844,8 @@ enum {
 
 typedef struct kvpool_event {
     size_t size;
-    uint64_t number; /* counts from 0; a gap is what was lost */
+    uint64_t
+        number; /* counts from 0; a gap is what was lost. Of resync: the number that comes next, for all */
     kvpool_event_kind_t kind;
     uint32_t group;
     uint32_t block;
@@ -850,7 +862,8 @@ typedef void (*kvpool_event_fn)(void *context, const kvpool_event_t *event);
  * cache's verbs (KVPOOL_BUSY). */
 kvpool_status_t kvpool_cache_poll_events(kvpool_cache_t cache, kvpool_event_fn each, void *context,
                                          uint64_t *delivered, uint64_t *lost) KVPOOL_NOEXCEPT;
-/* Hands over the whole index as events, for a reader that begins late or has lost some. */
+/* Hands over the whole index as events, for a reader that begins late or has lost some: first
+ * KVPOOL_CLEARED, then what is shareable now, parents first. What was not polled yet is forgotten. */
 kvpool_status_t kvpool_cache_resync_events(kvpool_cache_t cache, kvpool_event_fn each, void *context,
                                            uint64_t *delivered) KVPOOL_NOEXCEPT;
 /* The numbers under which a namespace's first block and its first salted block stand in events; 0 = nothing

@@ -157,6 +157,16 @@ part_packages() {
     "$user/build/hello_static"
     ldd "$user/build/hello_shared" | grep -q "libkvpool.so.0 => $prefix"
     (! ldd "$user/build/hello_static" | grep libkvpool)
+    # As a part of another project, which says where the library is.
+    mkdir "$out/whole"
+    cp "$user/hello.cpp" "$out/whole"
+    printf '%s\n' 'cmake_minimum_required(VERSION 3.21)' 'project(whole CXX)' \
+        "set(KVPOOL_LIBRARY_DIR $library)" "add_subdirectory($PWD/csrc kvpool)" \
+        'add_executable(hello hello.cpp)' 'target_link_libraries(hello kvpool::kvpool)' > "$out/whole/CMakeLists.txt"
+    cmake -S "$out/whole" -B "$out/whole/build" >> "$out/cmake.log"
+    cmake --build "$out/whole/build" >> "$out/cmake.log"
+    "$out/whole/build/hello"
+    (! grep -q cargo "$out/whole/build/CMakeFiles/Makefile2")
     command -v pkg-config > /dev/null || { skip "pkg-config is not there"; return; }
     export PKG_CONFIG_PATH
     PKG_CONFIG_PATH=$(dirname "$(find "$prefix" -name kvpool.pc)")

@@ -47,6 +47,8 @@ pub(super) struct Batch {
     pub(super) csr_built: bool,
     /// The number of the step, to tell sequences that it names from others.
     number: u64,
+    /// Which entry was refused, if one was.
+    refused_at: Option<usize>,
 }
 
 impl Batch {
@@ -75,7 +77,13 @@ impl Batch {
             csr: csr.collect(),
             csr_built: false,
             number: 0,
+            refused_at: None,
         }
+    }
+
+    /// The entry for which the last step was refused; `None` where it was for all of them.
+    pub(super) const fn refused_at(&self) -> Option<usize> {
+        self.refused_at
     }
 
     /// Whether a step is open.
@@ -103,6 +111,7 @@ impl Batch {
         self.tokens_given = false;
         self.open = false;
         self.csr_built = false;
+        self.refused_at = None;
     }
 }
 
@@ -128,7 +137,7 @@ impl StepItem for (SeqHandle, u32) {
 /// What a batch that may be taken consists of.
 struct Checked {
     /// Its tokens.
-    total: usize,
+    total: u64,
     /// Whether some last block may be shared.
     shared_tails: bool,
     /// Whether some sequence's next tokens are those of its prompt.
@@ -147,6 +156,7 @@ impl Cache {
         self.batch.number += 1;
         self.batch.clear();
         let Checked { total, shared_tails, prefilling } = self.check_batch(wanted)?;
+        let total = usize::try_from(total).unwrap_or(usize::MAX);
         if let Some(tokens) = tokens {
             let (got, expected, shape) = (tokens.len(), total, "[num_tokens]");
             if got != expected {
@@ -191,75 +201,86 @@ impl Cache {
     /// Handles, lengths, limits; sums up the blocks that are wanted. Marks sequences with the
     /// step's number, which no one else reads.
     fn check_batch<W: StepItem>(&mut self, wanted: &[W]) -> Result<Checked, CacheError> {
-        let limits = &self.plan.limits;
-        let mut total = 0_u64;
-        let (mut shared_tails, mut prefilling) = (false, false);
+        let mut checked = Checked { total: 0, shared_tails: false, prefilling: false };
         if wanted.is_empty() {
             self.batch.wanted.fill(0);
         }
         for (at, item) in wanted.iter().enumerate() {
-            let tokens = item.num_tokens();
-            let slot = self.seqs.check(item.sequence())?;
-            let record = self.seqs.record_mut(slot);
-            if record.last_step == self.batch.number {
-                return Err(CacheError::SequenceTwice { slot });
-            }
-            record.last_step = self.batch.number;
-            if tokens == 0 {
-                return Err(CacheError::ZeroTokens { slot });
-            }
-            if tokens > limits.max_step_tokens {
-                return Err(CacheError::StepTooLarge {
-                    wanted: u64::from(tokens),
-                    limit: limits.max_step_tokens,
-                    knob: self.plan.step_tokens_knob(),
-                });
-            }
-            let len = u64::from(record.len) + u64::from(tokens);
-            if len > u64::from(record.limit) {
-                let knob = if record.limit < limits.max_seq_len {
-                    "max_len of begin"
-                } else {
-                    "limits.max_seq_len"
-                };
-                return Err(CacheError::SequenceTooLong { wanted: len, limit: record.limit, knob });
-            }
-            total += u64::from(tokens);
-            let end = record.len + tokens;
-            prefilling |= record.known > record.len;
-            if let Some(reuse) = &self.reuse {
-                prefetch(&reuse.tokens(slot)[record.len as usize]);
-            }
-            for (group, wanted) in self.batch.wanted.iter_mut().enumerate() {
-                let layers = &self.plan.groups[group];
-                if layers.kind == GroupKind::Paged {
-                    let state = self.seqs.state(slot, group);
-                    shared_tails |= state.shared_tail;
-                    // `tokens_per_block` is a power of two.
-                    let blocks = (end + self.block_mask) >> self.block_shift;
-                    // The first sequence begins the sum. (Cleared before, it would be read back
-                    // while the call that clears it is still at it.)
-                    let others = if at == 0 { 0 } else { *wanted };
-                    *wanted = others + u64::from(blocks - state.next);
-                }
+            if let Err(error) = self.check_item(at, item, &mut checked) {
+                self.batch.refused_at = Some(at);
+                return Err(error);
             }
         }
-        if total > u64::from(limits.max_batch_tokens) {
+        let limit = self.plan.limits.max_batch_tokens;
+        if checked.total > u64::from(limit) {
+            let knob = "limits.max_batch_tokens";
+            return Err(CacheError::StepTooLarge { wanted: checked.total, limit, knob });
+        }
+        Ok(checked)
+    }
+
+    #[inline]
+    fn check_item<W: StepItem>(
+        &mut self,
+        at: usize,
+        item: &W,
+        checked: &mut Checked,
+    ) -> Result<(), CacheError> {
+        let limits = &self.plan.limits;
+        let tokens = item.num_tokens();
+        let slot = self.seqs.check(item.sequence())?;
+        let record = self.seqs.record_mut(slot);
+        if record.last_step == self.batch.number {
+            return Err(CacheError::SequenceTwice { slot });
+        }
+        record.last_step = self.batch.number;
+        if tokens == 0 {
+            return Err(CacheError::ZeroTokens { slot });
+        }
+        if tokens > limits.max_step_tokens {
             return Err(CacheError::StepTooLarge {
-                wanted: total,
-                limit: limits.max_batch_tokens,
-                knob: "limits.max_batch_tokens",
+                wanted: u64::from(tokens),
+                limit: limits.max_step_tokens,
+                knob: self.plan.step_tokens_knob(),
             });
         }
-        let total = usize::try_from(total).unwrap_or(usize::MAX);
-        Ok(Checked { total, shared_tails, prefilling })
+        let len = u64::from(record.len) + u64::from(tokens);
+        if len > u64::from(record.limit) {
+            let shorter = record.limit < limits.max_seq_len;
+            let knob = if shorter { "max_len of begin" } else { "limits.max_seq_len" };
+            return Err(CacheError::SequenceTooLong { wanted: len, limit: record.limit, knob });
+        }
+        checked.total += u64::from(tokens);
+        let end = record.len + tokens;
+        checked.prefilling |= record.known > record.len;
+        if let Some(reuse) = &self.reuse {
+            prefetch(&reuse.tokens(slot)[record.len as usize]);
+        }
+        for (group, wanted) in self.batch.wanted.iter_mut().enumerate() {
+            let layers = &self.plan.groups[group];
+            if layers.kind == GroupKind::Paged {
+                let state = self.seqs.state(slot, group);
+                checked.shared_tails |= state.shared_tail;
+                // `tokens_per_block` is a power of two.
+                let blocks = (end + self.block_mask) >> self.block_shift;
+                // The first sequence begins the sum. (Cleared before, it would be read back
+                // while the call that clears it is still at it.)
+                let others = if at == 0 { 0 } else { *wanted };
+                *wanted = others + u64::from(blocks - state.next);
+            }
+        }
+        Ok(())
     }
 
     /// Whether the tokens are those that the prompts had.
-    fn check_tokens<W: StepItem>(&self, wanted: &[W], tokens: &[u32]) -> Result<(), CacheError> {
+    fn check_tokens<W: StepItem>(
+        &mut self,
+        wanted: &[W],
+        tokens: &[u32],
+    ) -> Result<(), CacheError> {
         let Some(reuse) = &self.reuse else { return Ok(()) };
         let mut start = 0;
-        for item in wanted {
+        for (at, item) in wanted.iter().enumerate() {
             let (slot, count) = (item.sequence().slot, item.num_tokens());
             let record = self.seqs.record(slot);
             let given = &tokens[start..start + count as usize];
@@ -272,6 +293,7 @@ impl Cache {
             for (position, (known, given)) in pairs {
                 if known != given {
                     let (known, given) = (*known, *given);
+                    self.batch.refused_at = Some(at);
                     return Err(CacheError::TokenMismatch { slot, position, known, given });
                 }
             }

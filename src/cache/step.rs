@@ -73,6 +73,14 @@ impl Cache {
     }
 }
 
+impl Cache {
+    /// The entry for which the last [`Cache::reserve_items`] was refused; `None` where it was for all
+    /// of them together.
+    pub(crate) const fn refused_item(&self) -> Option<usize> {
+        self.batch.refused_at()
+    }
+}
+
 /// An open step as a value that can be checked: for a border that cannot carry a [`Step`], which
 /// borrows its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -108,6 +116,13 @@ impl Cache {
             return Err(CacheError::StaleStep { number: step.name });
         }
         Ok(Step { cache: self, open: true })
+    }
+
+    /// Cancels the step that is open, if one is, whoever has its [`StepId`]; says whether there was one.
+    pub fn cancel_open_step(&mut self) -> bool {
+        let open = self.has_open_step();
+        self.abandon_step();
+        open
     }
 
     /// Whether a step is open that was put aside with [`Step::detach`].

@@ -6,7 +6,7 @@ use std::ptr::null;
 use super::bindings::*;
 use super::caller::Caller;
 use super::failure::CallError;
-use super::object::verb_beside_step;
+use super::object::{call_back, verb_beside_step};
 use crate::cache::{Event, EventKind, Polled};
 
 /// The caller's function.
@@ -52,7 +52,7 @@ fn deliver(each: Each, context: *mut c_void, event: &Event<'_>) {
     }
     // SAFETY: the caller keeps to kvpool.h: the function takes an event and its context, and throws
     // nothing.
-    unsafe { each(context, &raw const told) }
+    call_back(|| unsafe { each(context, &raw const told) });
 }
 
 #[unsafe(no_mangle)]

@@ -43,6 +43,10 @@ pub(super) enum CallError {
         "another thread, or the caller of this callback, is in a verb of this cache; call its verbs one at a time"
     )]
     Busy,
+    #[error(
+        "this waits for other threads, which a callback must not: call it when the verb is over"
+    )]
+    InCallback,
     #[error("a step is open; commit or cancel it first")]
     StepOpen,
     #[error("{out} overlaps {other}; give an output memory of its own")]
@@ -120,7 +124,7 @@ impl CallError {
             Self::StaleHandle { .. } => KVPOOL_STALE_HANDLE,
             Self::ForeignHandle { .. } => KVPOOL_FOREIGN_HANDLE,
             Self::BufferTooSmall { .. } => KVPOOL_BUFFER_TOO_SMALL,
-            Self::Busy => KVPOOL_BUSY,
+            Self::Busy | Self::InCallback => KVPOOL_BUSY,
             Self::StepOpen => KVPOOL_STEP_OPEN,
             Self::Overlap { .. } => KVPOOL_OVERLAP,
             Self::TooManyObjects { .. } => KVPOOL_TOO_MANY_OBJECTS,

@@ -1,8 +1,9 @@
 //! A cache behind its handle: who may enter, and what a panic leaves.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard};
 
 use super::bindings::{
@@ -35,8 +36,8 @@ pub(super) struct Object {
     pub(super) prober: Option<Prober>,
     pub(super) views: Views,
     open: Turns<Open>,
-    /// The thread that is in a verb; 0 for none.
-    inside: AtomicUsize,
+    /// Whether a thread is in a verb.
+    inside: AtomicBool,
     poisoned: AtomicBool,
     /// Whether its handle is gone, for a thread that had looked it up before.
     closed: AtomicBool,
@@ -66,20 +67,25 @@ impl Open {
     }
 }
 
-/// A number that no other living thread has.
-fn this_thread() -> usize {
-    thread_local! {
-        static HERE: u8 = const { 0 };
-    }
-    HERE.with(|here| std::ptr::from_ref(here).addr())
+thread_local! {
+    /// Whether the thread is in a function of the caller's that a verb calls.
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls a function of the caller's from within a verb. It may call what does not wait: two threads
+/// that waited for each other's caches would do so for ever.
+pub(super) fn call_back(callback: impl FnOnce()) {
+    let outer = IN_CALLBACK.replace(true);
+    callback();
+    IN_CALLBACK.set(outer);
 }
 
 /// A thread's stay in a verb.
-struct Inside<'a>(&'a AtomicUsize);
+struct Inside<'a>(&'a AtomicBool);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        self.0.store(0, Ordering::Release);
+        self.0.store(false, Ordering::Release);
     }
 }
 
@@ -94,7 +100,7 @@ impl Object {
             prober: cache.prober(),
             views: Views::new(plan.geometry.num_layers),
             open: Turns::new(Open::new(cache)),
-            inside: AtomicUsize::new(0),
+            inside: AtomicBool::new(false),
             poisoned: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             plan,
@@ -104,9 +110,8 @@ impl Object {
 
     /// Claims the cache for a verb.
     fn enter(&self) -> Result<Inside<'_>, CallError> {
-        let claimed =
-            self.inside.compare_exchange(0, this_thread(), Ordering::Acquire, Ordering::Relaxed);
-        if claimed.is_err() { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
+        let taken = self.inside.swap(true, Ordering::Acquire);
+        if taken { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
     }
 
     /// The cache, once nobody is in it. What a panic left is known by `poisoned`.
@@ -141,9 +146,8 @@ impl Object {
     }
 
     fn read(&self, call: impl FnOnce(&Open) -> Result<(), Failure>) -> Result<(), Failure> {
-        // A callback of this thread's own verb would wait for itself.
-        if self.inside.load(Ordering::Relaxed) == this_thread() {
-            return Err(CallError::Busy.into());
+        if IN_CALLBACK.get() {
+            return Err(CallError::InCallback.into());
         }
         let open = self.lock();
         // Only now: it was waited for, and may have met a panic meanwhile.

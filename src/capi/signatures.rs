@@ -219,6 +219,8 @@ const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_step_t) -> kvpool_status_t 
     super::kvpool_step_commit;
 const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_step_t) -> kvpool_status_t =
     super::kvpool_step_cancel;
+const _: unsafe extern "C" fn(kvpool_cache_t, *mut u32) -> kvpool_status_t =
+    super::kvpool_cache_cancel_step;
 const _: unsafe extern "C" fn(
     kvpool_cache_t,
     *const u32,

@@ -4,7 +4,7 @@ use std::ptr::null;
 
 use super::bindings::*;
 use super::caller::Caller;
-use super::failure::CallError;
+use super::failure::{CallError, Failure};
 use super::handle::{self, of_step, seq, seq_or_nobodys};
 use super::object::{step_verb, verb, verb_beside_step};
 use super::tensor::{Attend, Given, pool_bytes};
@@ -51,9 +51,14 @@ pub unsafe extern "C" fn kvpool_cache_reserve(
         match step.map(Step::detach) {
             Ok(step) => out.set(of_step(step)),
             Err(error) => {
+                let index = open.cache.refused_item();
                 // What is no handle of a sequence is told as that, and not as another cache's.
-                items.iter().try_for_each(|item| seq(item.sequence).map(drop))?;
-                return Err(error.into());
+                let handle = index.map_or(Ok(()), |index| seq(items[index].sequence).map(drop));
+                let failure = handle.map_or_else(Failure::from, |()| error.into());
+                return Err(match index {
+                    Some(index) => failure.of_item(index),
+                    None => failure,
+                });
             }
         }
         Ok(())
@@ -299,6 +304,20 @@ pub extern "C" fn kvpool_step_commit(
     step: kvpool_step_t,
 ) -> kvpool_status_t {
     verb_beside_step(cache, |open| Ok(open.cache.resume(handle::step(step)?)?.commit()?))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvpool_cache_cancel_step(
+    cache: kvpool_cache_t,
+    cancelled: *mut u32,
+) -> kvpool_status_t {
+    // SAFETY: the caller keeps to kvpool.h.
+    let caller = unsafe { Caller::trusted() };
+    verb_beside_step(cache, |open| {
+        let cancelled = caller.maybe_place("cancelled", cancelled)?;
+        cancelled.set(open.cache.cancel_open_step().into());
+        Ok(())
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -1,12 +1,24 @@
 // The sockets: one thread that talks to the clients, one that answers for metrics. POSIX.
 //
-// The protocol, a line each, at most 64 KiB:
+// clang-format off
+// The protocol, a line each, at most 64 KiB. From the client:
 //
-//     > generate ID MAX_TOKENS TOKEN TOKEN ...      ID: a number of the client's choice, free again at its
-//     end < token ID TOKEN                              for each as it is said < done ID TOKENS one of these
-//     four is the last line of an ID < cancelled ID TOKENS < refused ID STATUS WHY KVPOOL_TOO_LONG,
-//     QUEUE_FULL, ... > cancel ID                                   nothing, if it is over already < error
-//     WHY                                   for a line that means nothing; it has no effect
+//     generate ID MAX_TOKENS TOKEN TOKEN ...   ID: a number of the client's choice, free again at its end
+//     cancel ID                                nothing, if it is over already
+//
+// To the client, for each ID; one of the last three is its end:
+//
+//     token ID TOKEN                           as it is said
+//     done ID TOKENS
+//     cancelled ID TOKENS
+//     refused ID STATUS WHY                    KVPOOL_TOO_LONG, QUEUE_FULL, ...
+//
+// and, for a line that means nothing and has no effect:
+//
+//     error WHY
+//
+// A client that closes its side cancels what it has asked for, and hears no more of it.
+// clang-format on
 #pragma once
 
 #include <arpa/inet.h>

@@ -88,8 +88,15 @@ public:
         if (kvpool_cache_open(plan.c(), &c) != KVPOOL_OK) return Error::last();
         return Cache(c);
     }
+    // Takes a plain handle into ownership.
+    static Cache own(kvpool_cache_t c) noexcept { return Cache(c); }
     // Ends the cache with all that is in it.
-    Result<void> close() noexcept { return give_back(); }
+    Result<void> close() noexcept {
+        const kvpool_cache_t c = held_;
+        auto closed = give_back();
+        ending::later.settle(c);
+        return closed;
+    }
     kvpool_cache_t detach() noexcept { return let_go(); }
     kvpool_cache_t c() const noexcept { return held_; }
 
@@ -144,6 +151,7 @@ public:
     // ------------------------------------------------------------ Sequences
 
     Result<Begun> begin(span<const uint32_t> prompt, const BeginOptions& options = {}) noexcept {
+        ending::later.settle(held_);
         const kvpool_begin_options_t c_options = options.c();
         kvpool_begun_t c = {};
         if (kvpool_cache_begin(held_, prompt.data(), prompt.size(), &c_options, KVPOOL_OUT(c)) != KVPOOL_OK) {
@@ -153,12 +161,13 @@ public:
     }
     // All or none; Error::index() is the first that was refused. `out` has the size of `items`.
     Result<void> begin_batch(span<const BeginItem> items, span<Begun> out) {
+        ending::later.settle(held_);
         if (items.size() != out.size()) {
             return Error(Status::wrong_shape, "begin_batch: `items` and `out` differ in size");
         }
         if (items.size() <= FEW) {
             kvpool_begin_options_t options[FEW];
-            kvpool_begin_item_t c_items[FEW];
+            kvpool_begin_item_t c_items[FEW] = {};
             kvpool_begun_t begun[FEW];
             return begin_all(items, options, c_items, begun, out);
         }
@@ -171,21 +180,34 @@ public:
     Sequence own(SeqId id) const noexcept { return Sequence(held_, id); }
     Pin own(PinId id) const noexcept { return Pin(held_, id); }
     Reservation own(ReservationId id) const noexcept { return Reservation(held_, id); }
+    // The step that is open under this handle.
+    Result<Step> own(kvpool_step_t c) const noexcept {
+        kvpool_step_view_t view = {};
+        if (kvpool_step_get_view(held_, c, KVPOOL_OUT(view)) != KVPOOL_OK) return Error::last();
+        return Step(held_, c, view.num_tokens, view.num_seqs);
+    }
 
     Result<SeqInfo> info(SeqId id) const noexcept {
         SeqInfo out = {};
         return detail::result(kvpool_seq_get_info(held_, id.c(), KVPOOL_OUT(out)), out);
     }
     // For sequences that are kept by their plain handle.
-    Result<void> release(SeqId id) noexcept { return detail::result(kvpool_cache_release(held_, id.c())); }
+    Result<void> release(SeqId id) noexcept {
+        ending::later.settle(held_);
+        return detail::result(kvpool_cache_release(held_, id.c()));
+    }
 
     // After Status::pool_exhausted: releases the youngest sequence, whose owner then does nothing.
     Result<Preempted> preempt_youngest() noexcept {
+        ending::later.settle(held_);
         Preempted out = {};
         return detail::result(kvpool_cache_preempt_youngest(held_, KVPOOL_OUT(out)), out);
     }
     // As after open. No sequence and no pin may be alive.
-    Result<void> reset() noexcept { return detail::result(kvpool_cache_reset(held_)); }
+    Result<void> reset() noexcept {
+        ending::later.settle(held_);
+        return detail::result(kvpool_cache_reset(held_));
+    }
 
     // ------------------------------------------------------------ Admission
 
@@ -200,6 +222,7 @@ public:
     }
     // Keeps a place, if begin would succeed now.
     Result<Admitted> can_admit(span<const uint32_t> prompt, const BeginOptions& options = {}) noexcept {
+        ending::later.settle(held_);
         const kvpool_begin_options_t c_options = options.c();
         kvpool_reservation_t c = {};
         Estimate estimate = {};
@@ -215,6 +238,7 @@ public:
     }
     // All of them; how many there were.
     Result<uint32_t> cancel_reservations() noexcept {
+        ending::later.settle(held_);
         uint32_t out = 0;
         return detail::result(kvpool_cache_cancel_reservations(held_, &out), out);
     }
@@ -224,6 +248,7 @@ public:
     // Room for all the items' tokens, or for none. `tokens` are their ids, by rows: blocks behind the prompt
     // can then be shared. Without them these stay private.
     Result<Step> reserve(span<const StepItem> items, span<const uint32_t> tokens = {}) noexcept {
+        ending::later.settle(held_);
         kvpool_step_t c = {};
         // An empty list has an address too.
         const uint32_t* ids = tokens.empty() ? nullptr : tokens.data();
@@ -233,6 +258,15 @@ public:
         uint32_t num_tokens = 0;
         for (const StepItem& item : items) num_tokens += item.num_tokens;
         return Step(held_, c, num_tokens, static_cast<uint32_t>(items.size()));
+    }
+
+    // Cancels the step that is open, whoever has it; whether there was one.
+    Result<bool> cancel_step() noexcept {
+        uint32_t cancelled = 0;
+        const kvpool_status_t status = kvpool_cache_cancel_step(held_, &cancelled);
+        ending::later.settle(held_);
+        if (status != KVPOOL_OK) return Error::last();
+        return cancelled != 0;
     }
 
     // ------------------------------------------------------------ Prefixes
@@ -250,10 +284,14 @@ public:
     }
     // Nothing that was cached before is found any more.
     Result<void> set_epoch(uint64_t epoch) noexcept {
+        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_epoch(held_, epoch));
     }
     // Evicts every block that nobody holds.
-    Result<void> clear_cached() noexcept { return detail::result(kvpool_cache_clear_cached(held_)); }
+    Result<void> clear_cached() noexcept {
+        ending::later.settle(held_);
+        return detail::result(kvpool_cache_clear_cached(held_));
+    }
 
     // ------------------------------------------------------------ Events
 

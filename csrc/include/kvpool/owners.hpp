@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "later.hpp"
 #include "tensor.hpp"
 
 namespace kvpool {
@@ -27,6 +28,31 @@ bool is_some(const C& c) noexcept {
 template <class C>
 bool is_some(const InCache<C>& held) noexcept {
     return is_some(held.c);
+}
+
+// A step that is open, or another thread's verb: they pass.
+inline bool passes(kvpool_status_t status) noexcept {
+    return status == KVPOOL_STEP_OPEN || status == KVPOOL_BUSY;
+}
+
+// An owner ended: gives back what it held, now or, of what is in a cache, later.
+template <class Kind, class C>
+void end_of(const C& c) noexcept {
+    if (!ending::is_gone(Kind::give_back(c))) ending::leaked(Kind::NAME, {}, c.word);
+}
+template <class Kind, class C>
+void end_of(const InCache<C>& held) noexcept {
+    const kvpool_status_t status = Kind::give_back(held);
+    if (ending::is_gone(status)) return;
+    if (passes(status) && ending::later.add(held.cache, held.c.word, Kind::again)) return;
+    ending::leaked(Kind::NAME, held.cache, held.c.word);
+}
+template <class C>
+C of_words(const uint64_t (&words)[2]) noexcept {
+    C c;
+    c.word[0] = words[0];
+    c.word[1] = words[1];
+    return c;
 }
 
 // Holds one object, moves, and gives it back at its end. `Kind` has NAME and give_back.
@@ -62,7 +88,7 @@ protected:
 
 private:
     void end() noexcept {
-        if (is_some(held_)) ended(Kind::NAME, Kind::give_back(held_));
+        if (is_some(held_)) end_of<Kind>(held_);
         held_ = Held{};
     }
 };
@@ -103,11 +129,17 @@ struct SequenceKind {
     static kvpool_status_t give_back(const InCache<kvpool_seq_t>& held) noexcept {
         return kvpool_cache_release(held.cache, held.c);
     }
+    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
+        return kvpool_cache_release(cache, of_words<kvpool_seq_t>(words));
+    }
 };
 struct PinKind {
     static constexpr const char* NAME = "Pin";
     static kvpool_status_t give_back(const InCache<kvpool_pin_t>& held) noexcept {
         return kvpool_cache_unpin(held.cache, held.c);
+    }
+    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
+        return kvpool_cache_unpin(cache, of_words<kvpool_pin_t>(words));
     }
 };
 struct ReservationKind {
@@ -115,12 +147,16 @@ struct ReservationKind {
     static kvpool_status_t give_back(const InCache<kvpool_reservation_t>& held) noexcept {
         return kvpool_cache_cancel_reservation(held.cache, held.c);
     }
+    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
+        return kvpool_cache_cancel_reservation(cache, of_words<kvpool_reservation_t>(words));
+    }
 };
 struct StepKind {
     static constexpr const char* NAME = "Step";
     static kvpool_status_t give_back(const InCache<kvpool_step_t>& held) noexcept {
         return kvpool_step_cancel(held.cache, held.c);
     }
+    static constexpr ending::Later::GiveBack again = ending::Later::cancel_step;
 };
 
 }  // namespace detail
@@ -158,6 +194,8 @@ public:
         });
     }
     Result<void> destroy() noexcept { return give_back(); }
+    // Takes a plain handle into ownership.
+    static Config own(kvpool_config_t c) noexcept { return Config(c); }
     kvpool_config_t detach() noexcept { return let_go(); }
     kvpool_config_t c() const noexcept { return held_; }
 
@@ -212,6 +250,8 @@ public:
         });
     }
     Result<void> destroy() noexcept { return give_back(); }
+    // Takes a plain handle into ownership.
+    static Plan own(kvpool_plan_t c) noexcept { return Plan(c); }
     kvpool_plan_t detach() noexcept { return let_go(); }
     kvpool_plan_t c() const noexcept { return held_; }
 
@@ -245,20 +285,24 @@ public:
 
     // A second sequence with the same tokens: blocks are shared until one of them writes.
     Result<Sequence> fork() noexcept {
+        ending::later.settle(held_.cache);
         kvpool_seq_t c = {};
         if (kvpool_cache_fork(held_.cache, held_.c, &c) != KVPOOL_OK) return Error::last();
         return Sequence(held_.cache, SeqId(c));
     }
     // Rewinds to `len` tokens.
     Result<void> truncate(uint32_t len) noexcept {
+        ending::later.settle(held_.cache);
         return detail::result(kvpool_cache_truncate(held_.cache, held_.c, len));
     }
     Result<Pin> pin() noexcept {
+        ending::later.settle(held_.cache);
         kvpool_pin_t c = {};
         if (kvpool_cache_pin(held_.cache, held_.c, &c) != KVPOOL_OK) return Error::last();
         return Pin(held_.cache, PinId(c));
     }
     Result<void> set_retention(span<const Retention> retentions) noexcept {
+        ending::later.settle(held_.cache);
         return detail::result(
             kvpool_cache_set_retention(held_.cache, held_.c, retentions.data(), retentions.size()));
     }
@@ -282,6 +326,7 @@ public:
     ReservationId id() const noexcept { return ReservationId(held_.c); }
     // Makes it a sequence. What fails leaves the reservation as it was.
     Result<Begun> begin() noexcept {
+        ending::later.settle(held_.cache);
         kvpool_begun_t c = {};
         if (kvpool_cache_begin_reserved(held_.cache, held_.c, KVPOOL_OUT(c)) != KVPOOL_OK) {
             return Error::last();
@@ -360,11 +405,19 @@ public:
 
     // Makes the tokens part of their sequences. The step is over, also when this fails, but for Status::busy.
     Result<void> commit() noexcept {
-        const kvpool_status_t status = kvpool_step_commit(held_.cache, held_.c);
+        const kvpool_cache_t cache = held_.cache;
+        const kvpool_status_t status = kvpool_step_commit(cache, held_.c);
         if (status != KVPOOL_BUSY) let_go();
-        return detail::result(status);
+        auto committed = detail::result(status);
+        ending::later.settle(cache);
+        return committed;
     }
-    Result<void> cancel() noexcept { return give_back(); }
+    Result<void> cancel() noexcept {
+        const kvpool_cache_t cache = held_.cache;
+        auto cancelled = give_back();
+        ending::later.settle(cache);
+        return cancelled;
+    }
 
     uint32_t num_tokens() const noexcept { return num_tokens_; }
     uint32_t num_seqs() const noexcept { return num_seqs_; }

@@ -349,37 +349,6 @@ inline Result<void> check_library() noexcept {
     return Error(Status::wrong_library, message);
 }
 
-// What is told of an owner that ended and could not give back what it held; `what` is its class.
-using LeakHandler = void (*)(const char* what, const Error& error);
-
-namespace detail {
-
-inline void print_leak(const char* what, const Error& error) {
-    std::fprintf(stderr, "kvpool: a %s ended and stays alive in the cache: %s: %s\n", what,
-                 name(error.status()), error.message());
-}
-inline LeakHandler leak_handler = print_leak;
-
-// After the end of an owner. What is gone needs no giving back.
-inline void ended(const char* what, kvpool_status_t status) noexcept {
-    switch (status) {
-        case KVPOOL_OK:
-        case KVPOOL_BAD_HANDLE:
-        case KVPOOL_STALE_HANDLE:
-        case KVPOOL_POISONED:
-            return;
-        default:
-            leak_handler(what, Error::last());
-    }
-}
-
-}  // namespace detail
-
-// Sets the handler; null stands for the line on stderr. At the start of the program: not guarded.
-inline void set_leak_handler(LeakHandler handler) noexcept {
-    detail::leak_handler = handler != nullptr ? handler : detail::print_leak;
-}
-
 }  // namespace KVPOOL_HPP_KIND
 }  // namespace kvpool
 

@@ -49,9 +49,18 @@ public:
     template <class C, class T = std::remove_pointer_t<decltype(std::declval<C&>().data())>,
               Dtype = detail::DtypeOf<T>::value>
     TensorMut(C& values) noexcept : c_(detail::c_tensor(values.data(), values.size(), Memory::host)) {}
-    // `len` elements at an address, by default in the GPU's memory.
+    template <class T, size_t N, Dtype = detail::DtypeOf<T>::value>
+    TensorMut(T (&values)[N]) noexcept : c_(detail::c_tensor(values, N, Memory::host)) {}
+    // Of a span that is made where it is used, as std::span(out).first(n).
+    template <class C, class T = std::remove_pointer_t<decltype(std::declval<C&>().data())>,
+              Dtype = detail::DtypeOf<T>::value,
+              std::enable_if_t<!std::is_lvalue_reference_v<C> && std::is_trivially_copyable_v<C> &&
+                                   !std::is_const_v<T> && std::is_convertible_v<C, span<T>>,
+                               int> = 0>
+    TensorMut(C&& values) noexcept : c_(detail::c_tensor(values.data(), values.size(), Memory::host)) {}
+    // `len` elements at an address.
     template <class T, Dtype = detail::DtypeOf<T>::value>
-    static TensorMut at(T* data, uint64_t len, Memory memory = Memory::device) noexcept {
+    static TensorMut at(T* data, uint64_t len, Memory memory) noexcept {
         TensorMut tensor;
         tensor.c_ = detail::c_tensor(data, len, memory);
         return tensor;
@@ -69,8 +78,11 @@ public:
     template <class C, class T = std::remove_pointer_t<decltype(std::declval<const C&>().data())>,
               Dtype = detail::DtypeOf<std::remove_const_t<T>>::value>
     TensorRef(const C& values) noexcept : c_(detail::c_tensor(values.data(), values.size(), Memory::host)) {}
+    template <class T, size_t N, Dtype = detail::DtypeOf<std::remove_const_t<T>>::value>
+    TensorRef(const T (&values)[N]) noexcept : c_(detail::c_tensor(values, N, Memory::host)) {}
+    // `len` elements at an address.
     template <class T, Dtype = detail::DtypeOf<std::remove_const_t<T>>::value>
-    static TensorRef at(const T* data, uint64_t len, Memory memory = Memory::device) noexcept {
+    static TensorRef at(const T* data, uint64_t len, Memory memory) noexcept {
         return TensorRef(detail::c_tensor(data, len, memory));
     }
     const kvpool_tensor_t& c() const noexcept { return c_; }

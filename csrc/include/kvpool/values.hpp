@@ -5,7 +5,9 @@
 #ifndef KVPOOL_VALUES_HPP
 #define KVPOOL_VALUES_HPP
 
+#include <cstring>
 #include <functional>
+#include <string>
 #include <string_view>
 
 #include "result.hpp"
@@ -155,27 +157,33 @@ struct Preempted : kvpool_preempted_t {
     bool was_reservation() const noexcept { return kvpool_preempted_t::was_reservation != 0; }
 };
 
-// A salt, an adapter's or a model's id: absent, bytes, or a number.
+// A salt, an adapter's or a model's id: absent, bytes (copied), or a number.
 class KeyPart {
 public:
     constexpr KeyPart() noexcept = default;
-    // At most KVPOOL_KEY_BYTES, not copied; "" is not the same as absent.
+    // At most KVPOOL_KEY_BYTES; "" is not the same as absent.
     KeyPart(std::string_view bytes) noexcept
         : KeyPart(span<const uint8_t>(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size())) {}
+    KeyPart(const std::string& bytes) noexcept : KeyPart(std::string_view(bytes)) {}
     KeyPart(const char* bytes) noexcept : KeyPart(std::string_view(bytes)) {}
-    KeyPart(span<const uint8_t> bytes) noexcept {
-        // What is too long stays too long for the library to refuse.
-        const size_t size = bytes.size() < UINT32_MAX ? bytes.size() : UINT32_MAX;
-        c_ = {KVPOOL_KEY_IS_BYTES, static_cast<uint32_t>(size), bytes.data(), 0};
+    KeyPart(std::nullptr_t) = delete;
+    KeyPart(span<const uint8_t> bytes) noexcept : kind_(KVPOOL_KEY_IS_BYTES) {
+        // What is too long stays too long for the library, which refuses it by its length.
+        num_bytes_ = static_cast<uint32_t>(bytes.size() < UINT32_MAX ? bytes.size() : UINT32_MAX);
+        const size_t kept = bytes.size() < sizeof(bytes_) ? bytes.size() : sizeof(bytes_);
+        if (kept > 0) std::memcpy(bytes_, bytes.data(), kept);
     }
     template <class N, std::enable_if_t<std::is_integral_v<N>, int> = 0>
-    KeyPart(N number) noexcept {
-        c_ = {KVPOOL_KEY_IS_NUMBER, 0, nullptr, static_cast<uint64_t>(number)};
-    }
-    const kvpool_key_part_t& c() const noexcept { return c_; }
+    constexpr KeyPart(N number) noexcept
+        : kind_(KVPOOL_KEY_IS_NUMBER), number_(static_cast<uint64_t>(number)) {}
+    // As C takes it, with a pointer into this.
+    kvpool_key_part_t c() const noexcept { return {kind_, num_bytes_, bytes_, number_}; }
 
 private:
-    kvpool_key_part_t c_ = {KVPOOL_KEY_ABSENT, 0, nullptr, 0};
+    kvpool_key_kind_t kind_ = KVPOOL_KEY_ABSENT;
+    uint32_t num_bytes_ = 0;
+    uint64_t number_ = 0;
+    uint8_t bytes_[KVPOOL_KEY_BYTES] = {};
 };
 
 // Sequences share blocks only with those of the same namespace.
@@ -243,10 +251,10 @@ private:
 };
 
 struct BeginOptions {
-    Key key = {};                           // the engine's name; no two live sequences have the same
-    uint32_t max_len = 0;                   // prompt and output together; 0 = limits.max_seq_len
-    uint32_t lookahead_tokens = 0;          // beyond max_len, that may be appended and rewound
-    Retentions retentions = {};             // how long they are kept for others
+    Key key = {};                   // the engine's name; no two live sequences have the same
+    uint32_t max_len = 0;           // prompt and output together; 0 = limits.max_seq_len
+    uint32_t lookahead_tokens = 0;  // beyond max_len, that may be appended and rewound
+    Retentions retentions = {};     // how long they are kept for others
     Namespace name_space = {};
 
     // As C takes it, with pointers into this.
@@ -263,8 +271,18 @@ struct BeginOptions {
     }
 };
 
-// One of begin_batch. The prompt is not copied.
+// One of begin_batch. The prompt is not copied: it is of something that stays, and not in braces.
 struct BeginItem {
+    BeginItem() noexcept = default;
+    BeginItem(span<const uint32_t> its_prompt, const BeginOptions& its_options = {}) noexcept
+        : prompt(its_prompt), options(its_options) {}
+    BeginItem(std::initializer_list<uint32_t> prompt, const BeginOptions& options = {}) = delete;
+    // A vector, or what else owns its values, that is gone when this is used.
+    template <class C, std::enable_if_t<!std::is_lvalue_reference_v<C> && !std::is_trivially_copyable_v<C> &&
+                                            std::is_convertible_v<C, span<const uint32_t>>,
+                                        int> = 0>
+    BeginItem(C&& prompt, const BeginOptions& options = {}) = delete;
+
     span<const uint32_t> prompt = {};
     BeginOptions options = {};
 };

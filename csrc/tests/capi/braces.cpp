@@ -7,6 +7,21 @@
 
 namespace {
 
+// What would be gone when it is used is refused.
+using kvpool::BeginItem;
+using Prompt = std::vector<uint32_t>;
+static_assert(std::is_constructible_v<BeginItem, const Prompt&> &&
+              std::is_constructible_v<BeginItem, Prompt&>);
+static_assert(!std::is_constructible_v<BeginItem, Prompt> &&
+              !std::is_constructible_v<BeginItem, std::initializer_list<uint32_t>>);
+static_assert(!std::is_constructible_v<kvpool::KeyPart, std::nullptr_t>);
+// Tensors are of arrays too, and of what has a span's look and its values elsewhere.
+static_assert(std::is_convertible_v<const float (&)[8], kvpool::TensorRef> &&
+              std::is_convertible_v<float (&)[8], kvpool::TensorMut> &&
+              std::is_convertible_v<kvpool::span<float>, kvpool::TensorMut> &&
+              !std::is_convertible_v<std::vector<float>, kvpool::TensorMut> &&
+              !std::is_convertible_v<kvpool::span<const float>, kvpool::TensorMut>);
+
 // Leaves numbers on the stack where temporaries were.
 __attribute__((noinline)) void litter() {
     volatile unsigned char bytes[8192];

@@ -270,6 +270,25 @@ static void steps(kvpool_cache_t cache) {
     OK(kvpool_step_mark_all_appended(cache, step));
     OK(kvpool_step_cancel(cache, step));
     EXPECT(KVPOOL_STALE_HANDLE, kvpool_step_commit(cache, step));
+    uint32_t cancelled = 77;
+    OK(kvpool_cache_cancel_step(cache, &cancelled));
+    CHECK(cancelled == 0);
+    OK(kvpool_cache_reserve(cache, &item, 1, prompt + 8, 3, &step));
+    OK(kvpool_cache_cancel_step(cache, NULL));
+    EXPECT(KVPOOL_STALE_HANDLE, kvpool_step_cancel(cache, step));
+
+    /* Which entry was refused. */
+    kvpool_error_t refused;
+    const kvpool_step_item_t twice[] = {item, item}, forged[] = {item, {{{1, 2}}, 1, 0}};
+    EXPECT(KVPOOL_BAD_STEP, kvpool_cache_reserve(cache, twice, 2, NULL, 0, &step));
+    OK(kvpool_last_error(KVPOOL_OUT(refused)));
+    CHECK(refused.index == 1);
+    EXPECT(KVPOOL_BAD_HANDLE, kvpool_cache_reserve(cache, forged, 2, NULL, 0, &step));
+    OK(kvpool_last_error(KVPOOL_OUT(refused)));
+    CHECK(refused.index == 1);
+    EXPECT(KVPOOL_WRONG_SHAPE, kvpool_cache_reserve(cache, &item, 1, prompt, 1, &step));
+    OK(kvpool_last_error(KVPOOL_OUT(refused)));
+    CHECK(refused.index == KVPOOL_NO_NUMBER);
 
     kvpool_seq_info_t info;
     OK(kvpool_seq_get_info(cache, begun.sequence, KVPOOL_OUT(info)));

@@ -152,7 +152,8 @@ void steps(kvpool::Cache& cache) {
     std::vector<kvpool::bf16> narrow(q.size());
     CHECK(step.attend(0, kvpool::tensor(q), kvpool::tensor_mut(narrow)).ok() &&
           narrow[0] == kvpool::bf16{0x3F80});
-    CHECK(step.attend(0, q, kvpool::TensorMut::at(out.data(), out.size())).status() == Status::wrong_memory);
+    CHECK(step.attend(0, q, kvpool::TensorMut::at(out.data(), out.size(), kvpool::Memory::device)).status() ==
+          Status::wrong_memory);
     CHECK(sequence.release().status() == Status::step_open && sequence);
     CHECK(step.commit().ok() && !step);
     CHECK(sequence.info()->len == 8 && cache.info(sequence)->limit == 40);
@@ -199,7 +200,7 @@ void admission(kvpool::Cache& cache) {
     CHECK(cache.begin_batch(items, batch).ok() && cache.stats()->seqs == 2);
     CHECK(cache.reset().status() == Status::sequences_alive);
     CHECK(cache.begin_batch(items, {batch, 1}).status() == Status::wrong_shape);
-    const kvpool::BeginItem empty[] = {{prompt, {}}, {{}, {}}};
+    const kvpool::BeginItem empty[] = {{prompt, {}}, {}};
     kvpool::Begun more[2];
     const auto refused = cache.begin_batch(empty, more);
     CHECK(!refused && cache.stats()->seqs == 2);
@@ -297,21 +298,83 @@ void prefixes(kvpool::Cache& cache) {
     CHECK(cache.digest().value() != 0 && cache.check().ok());
 }
 
-// An owner that ends while its object cannot go says so.
-void leaking(kvpool::Cache& cache) {
-    kvpool::set_leak_handler([](const char* what, const kvpool::Error& error) {
-        CHECK(std::string_view(what) == "Sequence" && error.status() == Status::step_open);
+// What ends while it cannot go goes as soon as it can, and what never can is told.
+void ending(kvpool::Cache& cache) {
+    kvpool::set_leak_handler([](const kvpool::Leak& leak) {
+        CHECK(std::string_view(leak.what) == "Sequence" && leak.status == KVPOOL_STEP_OPEN);
+        CHECK((leak.handle[0] | leak.handle[1]) != 0 && (leak.cache.word[0] | leak.cache.word[1]) != 0 &&
+              leak.message[0] != '\0');
         ++leaks;
     });
     auto sequence = cache.begin({1, 2, 3}).value().sequence;
-    const kvpool::SeqId id = sequence;
+    auto other = cache.begin({1, 2, 3}).value().sequence;
     {
         auto step = cache.reserve({{sequence, 1}}).value();
         sequence = kvpool::Sequence();
-        CHECK(leaks == 1 && cache.stats()->seqs == 1);
+        CHECK(leaks == 0 && cache.stats()->seqs == 2);
+        step.mark_all_appended().value();
+        CHECK(step.commit().ok() && cache.stats()->seqs == 1);
     }
-    CHECK(cache.release(id).ok());
+    {
+        auto step = cache.reserve({{other, 1}}).value();
+        const kvpool::SeqId id = other.detach();
+        for (int i = 0; i < 257; ++i) kvpool::Sequence(cache.c(), id);
+        CHECK(leaks == 1);
+    }
+    // The step was cancelled at its end; with the next verb the sequence goes.
+    CHECK(cache.stats()->seqs == 1 && cache.clear_cached().ok() && cache.stats()->seqs == 0);
+
+    // A step that ends while another thread is in a verb is not in the way of what comes.
+    sequence = cache.begin({1, 2, 3, 4, 5, 6, 7, 8, 9}).value().sequence;
+    check_step(cache.c(), sequence.c(), tokens(1, 8).data(), 8);
+    auto step = cache.reserve({{sequence, 1}}).value();
+    const auto polled = cache.poll_events([&](const kvpool::Event&) { step = kvpool::Step(); });
+    CHECK(polled.ok() && polled->delivered > 0);
+    CHECK(cache.clear_cached().ok());
+    // One whose owner is lost.
+    const kvpool_step_t lost = cache.reserve({{sequence, 1}})->detach();
+    CHECK(cache.reserve({{sequence, 1}}).status() == Status::step_open);
+    CHECK(cache.own(lost)->num_tokens() == 1);
+    CHECK(!cache.cancel_step().value());
+    const kvpool_step_t again = cache.reserve({{sequence, 1}})->detach();
+    CHECK(cache.cancel_step().value() && cache.own(again).status() == Status::stale_handle);
+    CHECK(sequence.release().ok() && leaks == 1);
     kvpool::set_leak_handler(nullptr);
+}
+
+// Handles of a C part of the program.
+void taking_over() {
+    const char* const none[] = {""};
+    kvpool_config_t config;
+    OK(kvpool_config_parse(CHECK_CONFIG, strlen(CHECK_CONFIG), "check.toml", none, 0, &config));
+    const auto owned = kvpool::Config::own(config);
+    kvpool_plan_t plan;
+    OK(kvpool_plan_new(config, &plan));
+    const auto planned = kvpool::Plan::own(plan);
+    kvpool_cache_t cache;
+    OK(kvpool_cache_open(plan, &cache));
+    auto opened = kvpool::Cache::own(cache);
+    CHECK(owned.text().ok() && planned.info().ok() && opened.close().ok());
+}
+
+// Keys are copied: what they were made of may go.
+void keys(kvpool::Cache& cache) {
+    const auto of = [](const std::string& tenant) {
+        kvpool::BeginOptions options;
+        options.name_space.salt = kvpool::KeyPart(tenant + "/production/eu-central-1");
+        return options;
+    };
+    const auto alice = of("alice"), malry = of("malry");
+    CHECK(std::string_view(reinterpret_cast<const char*>(alice.c().name_space.salt.bytes), 6) == "alice/");
+    CHECK(std::string_view(reinterpret_cast<const char*>(malry.c().name_space.salt.bytes), 6) == "malry/");
+    auto filled = cache.begin(tokens(1, 9), alice).value();
+    check_step(cache.c(), filled.sequence.c(), tokens(1, 8).data(), 8);
+    CHECK(filled.sequence.release().ok());
+    CHECK(cache.begin(tokens(1, 9), malry)->cached_len == 0);
+    CHECK(cache.begin(tokens(1, 9), alice)->cached_len == 8);
+    kvpool::BeginOptions longer;
+    longer.name_space.model = std::string(KVPOOL_KEY_BYTES + 1, 'x');
+    CHECK(cache.begin(tokens(1, 9), longer).status() == Status::key_too_long);
 }
 
 }  // namespace
@@ -326,7 +389,9 @@ int main() {
     preemption();
     CHECK(cache.reset().ok());
     prefixes(cache);
-    leaking(cache);
+    ending(cache);
+    keys(cache);
+    taking_over();
     check_empty(cache.c());
     kvpool::Cache moved = std::move(cache);
     CHECK(!cache && moved.check().ok() && moved.close().ok() && moved.close().status() == Status::bad_handle);

@@ -3,6 +3,11 @@
 //     threads [STEPS]     how many steps the writer makes beside the others
 #include <kvpool.hpp>
 
+#if defined(__linux__)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -198,6 +203,47 @@ void a_crowd(long steps) {
     check_empty(cache.c());
 }
 
+// Two callbacks that would each wait for the other's cache are told so.
+void callbacks_wait_for_nobody() {
+    kvpool::Cache caches[2] = {open(), open()};
+    kvpool::Sequence sequences[2];
+    for (int i = 0; i < 2; ++i) {
+        sequences[i] = caches[i].begin(prompt(1, 9)).value().sequence;
+        check_step(caches[i].c(), sequences[i].c(), prompt(1, 8).data(), 8);
+    }
+    Gate inside[2];
+    const auto poll = [&](int own) {
+        const auto polled = caches[own].poll_events([&](const kvpool::Event&) {
+            inside[own].open();
+            inside[1 - own].wait();
+            CHECK(caches[1 - own].stats().status() == Status::busy);
+            CHECK(caches[1 - own].plan_info().ok());
+        });
+        CHECK(polled.ok() && polled->delivered > 0);
+    };
+    std::thread first(poll, 0), second(poll, 1);
+    first.join();
+    second.join();
+}
+
+#if defined(__linux__) && !defined(__SANITIZE_THREAD__)
+// A child that ends with a cache open says nothing, and waits for nobody.
+void a_forked_child_ends() {
+    static kvpool::Cache cache = open({"device.threads=3"});
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        CHECK(cache.close().ok());
+        _exit(7);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    CHECK(cache.stats().ok() && cache.close().ok());
+}
+#else
+void a_forked_child_ends() {}
+#endif
+
 // Caches of different threads have nothing to do with each other, and a cache may move to another thread.
 void each_its_own() {
     uint64_t digests[4] = {};
@@ -240,6 +286,8 @@ int main(int argc, char** argv) {
     while_a_verb_is_under_way();
     probes_do_not_wait();
     a_crowd(argc > 1 ? std::atol(argv[1]) : 2000);
+    callbacks_wait_for_nobody();
+    a_forked_child_ends();
     each_its_own();
     closed_twice();
     std::printf("ok\n");

@@ -29,6 +29,7 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+use std::thread::available_parallelism;
 #[cfg(not(loom))]
 use std::{
     hint::spin_loop,
@@ -227,6 +228,8 @@ pub(super) struct Workers {
     shared: Arc<Shared>,
     handles: Vec<JoinHandle<()>>,
     max_spins: u32,
+    /// The process that has the threads: a child that it forks has not.
+    process: u32,
     not_sync: PhantomData<Cell<()>>,
 }
 
@@ -242,7 +245,7 @@ impl Workers {
     /// # Errors
     /// [`DeviceError::Thread`] when one cannot be started; those before it are ended.
     pub(super) fn start(threads: usize) -> Result<Self, DeviceError> {
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let cores = available_parallelism().map_or(1, std::num::NonZero::get);
         // With more threads than cores, who spins keeps from its core the thread it waits for.
         Self::spinning(threads, if threads > cores { 0 } else { MAX_SPINS })
     }
@@ -267,6 +270,7 @@ impl Workers {
             shared,
             handles: Vec::with_capacity(threads.saturating_sub(1)),
             max_spins,
+            process: std::process::id(),
             not_sync: PhantomData,
         };
         for index in 1..threads {
@@ -361,6 +365,11 @@ impl Workers {
 
 impl Drop for Workers {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child that ends: there is nobody to wait for, and the lock may be held for ever.
+            self.handles.drain(..).for_each(std::mem::forget);
+            return;
+        }
         self.shared.stop.store(true, Relaxed);
         {
             let _guard = self.shared.locked();
@@ -441,7 +450,7 @@ mod tests {
             workers
                 .run(64, &|worker, _| {
                     assert!(!busy[worker].swap(true, SeqCst));
-                    std::thread::yield_now();
+                    thread::yield_now();
                     assert!(busy[worker].swap(false, SeqCst));
                 })
                 .expect("no overlap");
@@ -473,7 +482,7 @@ mod tests {
             for round in 0..3000 {
                 if round % 500 == 0 {
                     // Long enough for the workers to fall asleep.
-                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    thread::sleep(std::time::Duration::from_millis(5));
                 }
                 workers.run(3, &|_, item| _ = sum.fetch_add(item, Relaxed)).expect("no panic");
                 assert_eq!(sum.load(Relaxed), (round + 1) * 3);
