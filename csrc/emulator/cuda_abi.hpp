@@ -49,6 +49,7 @@ constexpr CUresult LAUNCH_FAILED = 719;
 constexpr CUresult NOT_SUPPORTED = 801;
 constexpr CUresult CAPTURE_UNSUPPORTED = 900;
 constexpr CUresult CAPTURE_INVALIDATED = 901;
+constexpr CUresult CAPTURED_EVENT = 907;
 constexpr CUresult ILLEGAL_STATE = 401;
 
 struct ErrorText {
@@ -83,6 +84,8 @@ inline constexpr ErrorText ERRORS[] = {
      "operation not permitted when stream is capturing"},
     {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
      "operation failed due to a previous error during capture"},
+    {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
 };
 
 // CUdevice_attribute

@@ -99,6 +99,8 @@ struct Stream {
 struct Event {
     unsigned flags = 0;
     bool recorded = false;
+    // Last recorded in a stream that was captured: it can be neither asked nor waited for.
+    bool captured = false;
     Ticket ticket;
     // When it was last reached, in milliseconds.
     double time_ms = 0.0;

@@ -177,6 +177,8 @@ KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigne
     auto stream = driver.stream_of(handle);
     auto event = driver.events.find(event_handle);
     if (stream == nullptr || event == driver.events.end()) return INVALID_HANDLE;
+    // Another stream would join the capture.
+    if (event->second->captured && stream->capture == nullptr) return NOT_SUPPORTED;
     // An event that was never recorded is no reason to wait.
     if (!event->second->recorded) return SUCCESS;
     // Work outside the graph is nothing that it can wait for.
@@ -213,6 +215,7 @@ KV_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     operation.event = event->second;
     const bool captured = stream->capture != nullptr;
     const CUresult put = driver.put(stream, std::move(operation));
+    if (put == SUCCESS) event->second->captured = captured;
     if (put == SUCCESS && !captured) {
         event->second->recorded = true;
         event->second->ticket = Driver::end_of(stream);
@@ -224,6 +227,7 @@ KV_API CUresult cuEventQuery(CUevent handle) {
     KV_ENTER("cuEventQuery", Needs::Context);
     auto event = driver.events.find(handle);
     if (event == driver.events.end()) return INVALID_HANDLE;
+    if (event->second->captured) return CAPTURED_EVENT;
     const Ticket ticket = event->second->ticket;
     if (!event->second->recorded || Driver::reached(ticket)) return SUCCESS;
     driver.make_progress(ticket.stream);
@@ -234,6 +238,7 @@ KV_API CUresult cuEventSynchronize(CUevent handle) {
     KV_ENTER("cuEventSynchronize", Needs::Context);
     auto event = driver.events.find(handle);
     if (event == driver.events.end()) return INVALID_HANDLE;
+    if (event->second->captured) return CAPTURED_EVENT;
     return finish(driver, event->second->recorded ? event->second->ticket : Ticket{});
 }
 

@@ -58,3 +58,20 @@ TEST(driver_capture_allows_no_allocation_and_no_wait) {
         CHECK_EQ(graph != nullptr, what == 6);
     }
 }
+
+TEST(driver_an_event_of_a_capture_cannot_be_asked) {
+    Session session;
+    CUstream stream = session.stream();
+    CUevent event = session.event();
+    CHECK_EQ(cuStreamBeginCapture_v2(stream, 0), 0);
+    CHECK_EQ(cuEventRecord(event, stream), 0);
+    CUgraph graph = nullptr;
+    CHECK_EQ(cuStreamEndCapture(stream, &graph), 0);
+    // Neither now nor ever, until it is recorded outside.
+    CHECK_EQ(cuEventQuery(event), emu::CAPTURED_EVENT);
+    CHECK_EQ(cuEventSynchronize(event), emu::CAPTURED_EVENT);
+    CHECK_EQ(cuStreamWaitEvent(stream, event, 0), emu::NOT_SUPPORTED);
+    CHECK_EQ(cuEventRecord(event, stream), 0);
+    CHECK_EQ(cuEventSynchronize(event), 0);
+    CHECK_EQ(cuEventQuery(event), 0);
+}
