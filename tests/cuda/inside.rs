@@ -257,6 +257,16 @@ fn tensors_that_the_kernels_cannot_read_are_refused() {
     assert!(error.to_string().contains("v lies at address 0x0"), "{error}");
     let error = step.append_device(LayerIdx(0), memory.tensor(64), memory.tensor(128)).unwrap_err();
     assert!(error.to_string().contains("k has 64 elements, expected 128"), "{error}");
+    step.append_device(LayerIdx(0), memory.tensor(128), memory.tensor(128)).expect("fits");
+    let mut attend = |lse: &Memory| {
+        let (q, out) = (memory.tensor(512), memory.tensor(512));
+        step.attend_device(LayerIdx(0), q, out, Some(lse.tensor(8)), None)
+    };
+    for address in [0, memory.address + 8] {
+        let error = attend(&Memory { address }).unwrap_err();
+        assert!(error.to_string().contains("lse lies at address"), "{error}");
+    }
+    attend(&memory).expect("fits");
 }
 
 #[test]

@@ -343,6 +343,9 @@ impl Device for CudaDevice {
         let cx = context.enter()?;
         check_tensor("q", &args.q)?;
         check_tensor("out", &args.out)?;
+        if let Some(lse) = &args.lse {
+            check_tensor("lse", lse)?;
+        }
         let index = self.group_of(args.layout, args.layer)?;
         let row = u64::from(args.num_q_heads) * u64::from(args.layout.head_dim);
         let rows = args.out.len() as u64 / row.max(1);
