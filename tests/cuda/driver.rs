@@ -78,6 +78,15 @@ pub(crate) fn enter() {
     assert_eq!(pushed, sys::CUresult::CUDA_SUCCESS);
 }
 
+/// The context that is current on this thread; 0 where none is.
+pub(crate) fn current_context() -> usize {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: a place for a handle.
+    let got = unsafe { sys::cuCtxGetCurrent(&raw mut context) };
+    assert_eq!(got, sys::CUresult::CUDA_SUCCESS);
+    context.addr()
+}
+
 /// Waits for all work of the context.
 pub(crate) fn wait() {
     // SAFETY: the context is current.

@@ -318,3 +318,30 @@ fn mixed_types_of_k_and_v_are_refused() {
         .expect("attend");
     assert!(out.iter().all(|x| *x == half::f16::ONE), "one key: its own value");
 }
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn a_cache_goes_from_thread_to_thread_and_leaves_their_contexts_alone() {
+    let spec = Spec { max_seq_len: 64, max_batch_tokens: 48, ..spec(Format::F16, FORMATS[1].1) };
+    let want = drive(&mut spec.open());
+    let mine = driver::current_context();
+    let opened = std::thread::spawn({
+        let spec = spec.clone();
+        move || spec.open()
+    });
+    let mut cache = opened.join().expect("opens");
+    let got = std::thread::spawn(move || {
+        driver::enter();
+        let own = driver::current_context();
+        assert_ne!(own, 0);
+        let got = drive(&mut cache);
+        assert_eq!(driver::current_context(), own, "it is current again");
+        (got, cache)
+    });
+    let (got, cache) = got.join().expect("computes");
+    drop(cache);
+    assert_eq!(driver::current_context(), mine, "closing has entered and left");
+    for (got, want) in got.out.iter().zip(&want.out) {
+        assert_same_bits(got, want, "another thread");
+    }
+}
