@@ -411,7 +411,8 @@ pub trait Device: Send + fmt::Debug {
 
     /// As [`Device::copy_tokens`], but the copy may only be noted down: [`Device::submit`] makes
     /// what was noted in as few launches as there are layer groups. Until then nothing but further
-    /// copies may be asked for. They take effect in the order of the calls.
+    /// copies may be asked for. They take effect in the order of the calls. When a launch fails,
+    /// nothing that was noted down is left.
     ///
     /// # Errors
     /// As [`Device::copy_tokens`].

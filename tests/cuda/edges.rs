@@ -5,7 +5,7 @@ use kvpool::config::{Capacity, Format, ScaleKind};
 use kvpool::plan::Kv;
 use kvpool::units::{GroupIdx, LayerIdx};
 
-use super::driver::{launches, reset_counters};
+use super::driver::{fail, launches, reset_counters};
 use crate::common::{
     FORMATS, MODES, Spec, append_step, assert_same_bits, begin, element, run_step,
 };
@@ -183,5 +183,36 @@ fn the_copies_of_a_batch_that_begins_are_one_launch() {
                 }
             }
         }
+    }
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn copies_of_a_step_that_failed_are_not_made_later() {
+    // Two groups of blocks, one with a window: the copies of the second were noted down when the
+    // launch of the first failed.
+    let spec = Spec { windows: vec![0, 16], max_seqs: 3, prefix_reuse: false, ..Spec::default() };
+    let run = |failing: bool| {
+        let mut cache = spec.open();
+        let a = begin(&mut cache, 0);
+        append_step(&mut cache, &[(a, 4)], &[1, 2, 3, 4]).expect("fits");
+        let b = cache.fork(a).expect("shares");
+        if failing {
+            // CUDA_ERROR_OUT_OF_MEMORY
+            fail(Some("cuLaunchKernel:1:2"));
+            let error = append_step(&mut cache, &[(b, 1)], &[5]).unwrap_err();
+            fail(None);
+            assert!(error.to_string().contains("cuLaunchKernel"), "{error}");
+            cache.check_invariants().expect("undone");
+        }
+        // Gets the blocks that were to be copied to.
+        let c = begin(&mut cache, 0);
+        append_step(&mut cache, &[(c, 7)], &[11, 12, 13, 14, 15, 16, 17]).expect("fits");
+        append_step(&mut cache, &[(b, 1)], &[5]).expect("copies");
+        let out = run_step(&mut cache, &[(a, 1), (b, 1), (c, 1)], &[6, 7, 18]).expect("fits");
+        out.out
+    };
+    for (layer, (got, want)) in run(true).iter().zip(&run(false)).enumerate() {
+        assert_same_bits(got, want, &format!("layer {layer}"));
     }
 }

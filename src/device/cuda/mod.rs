@@ -202,6 +202,24 @@ impl CudaDevice {
         Ok(new)
     }
 
+    /// Makes the copies that were noted down for some groups.
+    fn launch_queued(&mut self, groups: std::ops::Range<usize>) -> Result<(), DeviceError> {
+        let context = Arc::clone(&self.context);
+        let launched = context.enter().and_then(|cx| {
+            for group in groups {
+                if !self.groups[group].copies.is_empty() {
+                    self.launch_copies(&cx, group)?;
+                }
+            }
+            Ok(())
+        });
+        if launched.is_err() {
+            // The caller undoes what they were for, and their units may soon be others'.
+            self.groups.iter_mut().for_each(|group| group.copies.clear());
+        }
+        launched
+    }
+
     /// Work from here on goes into another stream, behind what was put into the one before.
     fn change_stream(&mut self, stream: Stream) -> Result<(), DeviceError> {
         let context = Arc::clone(&self.context);
@@ -423,8 +441,7 @@ impl Device for CudaDevice {
         }
         let pair = KvpoolCopyPair { src_unit, dst_unit, first_token: tokens.start, num_tokens };
         if self.groups[group].must_follow(&pair) {
-            let context = Arc::clone(&self.context);
-            self.launch_copies(&context.enter()?, group)?;
+            self.launch_queued(group..group + 1)?;
         }
         self.groups[group].copies.push(pair);
         Ok(bytes)
@@ -434,14 +451,7 @@ impl Device for CudaDevice {
         if self.groups.iter().all(|group| group.copies.is_empty()) {
             return Ok(());
         }
-        let context = Arc::clone(&self.context);
-        let cx = context.enter()?;
-        for group in 0..self.groups.len() {
-            if !self.groups[group].copies.is_empty() {
-                self.launch_copies(&cx, group)?;
-            }
-        }
-        Ok(())
+        self.launch_queued(0..self.groups.len())
     }
 
     fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
