@@ -16,7 +16,9 @@ impl Step<'_> {
     ///
     /// So a graph can capture them, once. For a later step it is played again after that step has
     /// been prepared, in place of these calls, with [`Step::mark_appended`] for each layer. The
-    /// tensors stay where they are, with room for the tokens of any step.
+    /// tensors stay where they are, with room for the tokens of any step. A step that was not
+    /// prepared, or a verb that copies or waits, is refused while the stream is captured, and spoils
+    /// neither the capture nor the cache.
     ///
     /// # Errors
     /// A device that computes in the host's memory, or what the driver says.

@@ -201,6 +201,7 @@ const fn of_device(error: &DeviceError) -> kvpool_status_t {
         DeviceError::Thread { .. }
         | DeviceError::BadLayout
         | DeviceError::WorkerPanicked
+        | DeviceError::CudaCapturing
         | DeviceError::CudaCall { .. } => KVPOOL_DEVICE,
     }
 }

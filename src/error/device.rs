@@ -125,6 +125,13 @@ pub enum DeviceError {
     /// K and V of different element types.
     #[error("K and V are of different element types, which the CUDA kernels do not take")]
     CudaMixedTypes,
+    /// The stream is being captured, and the call cannot be part of a graph: it copies from buffers
+    /// of the host, which hold something else when the graph is played, or waits.
+    #[error(
+        "the stream is being captured, and this call cannot be part of a graph; set the stream and prepare the step \
+         (Step::prepare) before the capture begins"
+    )]
+    CudaCapturing,
     /// More tokens in a call than the device was opened for.
     #[error("a step of {tokens} tokens is more than the {limit} of limits.max_batch_tokens")]
     StepTooLong {

@@ -208,3 +208,43 @@ fn a_captured_step_is_played_for_later_ones() {
         assert_eq!(bytes(&cache), bytes(&host), "{format:?} {mode:?}: bytes stored");
     }
 }
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn a_step_that_was_not_prepared_is_kept_out_of_a_capture() {
+    driver::enter();
+    let spec = spec(Format::F16);
+    let mut cache = spec.open();
+    let (stream, other) = (Stream::new(), Stream::new());
+    // SAFETY: both live until the process ends.
+    let [stream_of, other_of] = [&stream, &other].map(|s| unsafe { CudaStream::new(s.0.cast()) });
+    cache.set_stream(stream_of).expect("set");
+    let seqs = prefill(&mut cache, &[5]);
+    let fork = cache.fork(seqs[0]).expect("shares");
+    let tensors = Tensors::new(&spec);
+    let at = |which: usize, heads: u32| {
+        let len = (heads * spec.head_dim) as usize;
+        // SAFETY: the memory outlives the test's steps.
+        unsafe { DeviceTensor::new(tensors.layers[0][which].address, len, DType::F32) }
+    };
+    // Far more often than the rings have buffers: none may be lost.
+    for _ in 0..40 {
+        let mut step = cache.reserve(&[(seqs[0], 1)]).expect("fits");
+        stream.capture();
+        let refused = step.append_device(LayerIdx(0), at(0, 2), at(1, 2)).unwrap_err();
+        assert!(refused.to_string().contains("Step::prepare"), "{refused}");
+        assert!(step.prepare().is_err());
+        step.cancel();
+        // The fork's block must be copied, which is work that no graph may repeat.
+        assert!(cache.reserve(&[(fork, 1)]).is_err());
+        assert!(cache.set_stream(other_of).is_err());
+        assert!(cache.synchronize().is_err() && cache.read_bytes(0, &mut [0]).is_err());
+        stream.captured();
+    }
+    cache.synchronize().expect("as before");
+    cache.check_invariants().expect("as before");
+    let mut graph = None;
+    step(&mut cache, &stream, &tensors, &mut graph, &seqs, &[7]);
+    run_step(&mut cache, &[(fork, 1)], &[8]).expect("fits");
+    cache.set_stream(other_of).expect("set");
+}

@@ -138,12 +138,16 @@ impl Ring {
 
     /// Hands the next buffer to `work`, which puts copies from it or to it into the stream. Waits
     /// for the buffer's earlier copies. Gives what `work` gives, and the buffer's number.
+    ///
+    /// # Errors
+    /// [`DeviceError::CudaCapturing`]; what `work` or the driver says.
     pub(super) fn with<T>(
         &mut self,
         cx: &Entered<'_>,
         stream: Stream,
         work: impl FnOnce(&mut [u8]) -> Result<T, DeviceError>,
     ) -> Result<(T, usize), DeviceError> {
+        cx.no_capture(stream)?;
         let slot = self.next;
         if !cx.is_done(&self.events[slot])? {
             self.waits += 1;
@@ -151,9 +155,11 @@ impl Ring {
         }
         self.next = (slot + 1) % self.events.len();
         let result = work(self.bytes(slot));
-        // Also after a failure: some copies may be under way.
-        cx.record(&self.events[slot], stream)?;
-        Ok((result?, slot))
+        // Also after a failure: some copies may be under way. That failure is the one to tell of.
+        let recorded = cx.record(&self.events[slot], stream);
+        let value = result?;
+        recorded?;
+        Ok((value, slot))
     }
 
     /// Waits for the copies of a buffer, and gives it.

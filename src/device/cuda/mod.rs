@@ -182,6 +182,7 @@ impl CudaDevice {
 
     /// Reads back what the appends have counted, and gives what is new. Waits for the stream.
     fn read_counts(&mut self, cx: &Entered<'_>) -> Result<AppendCounts, DeviceError> {
+        cx.no_capture(self.stream)?;
         if !self.counts {
             cx.wait_for_stream(self.stream)?;
             return Ok(AppendCounts::default());
@@ -224,6 +225,8 @@ impl CudaDevice {
     fn change_stream(&mut self, stream: Stream) -> Result<(), DeviceError> {
         let context = Arc::clone(&self.context);
         let cx = context.enter()?;
+        cx.no_capture(self.stream)?;
+        cx.no_capture(stream)?;
         cx.record(&self.handover, self.stream)?;
         cx.order_behind(stream, &self.handover)?;
         self.stream = stream;
@@ -470,6 +473,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let cx = self.context.enter()?;
+        cx.no_capture(self.stream)?;
         // SAFETY: it lies in the pool; `out` is borrowed until the copy is done, pinned or not.
         unsafe { cx.download(out.as_mut_ptr(), from, out.len(), self.stream) }?;
         cx.wait_for_stream(self.stream)

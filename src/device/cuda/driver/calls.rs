@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{from_ref, null_mut};
 
-use cudarc::driver::sys::{self, CUfunction_attribute, CUresult};
+use cudarc::driver::sys::{self, CUfunction_attribute, CUresult, CUstreamCaptureStatus};
 
 use super::{Entered, Event, Function, Stream, check, check_sized, name_of};
 use crate::error::DeviceError;
@@ -208,6 +208,20 @@ impl Entered<'_> {
     ) -> Result<(), DeviceError> {
         // SAFETY: a stream of this context.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream.0) })
+    }
+
+    /// Refuses a stream that is being captured: a graph would repeat what comes next with what the
+    /// host's buffers hold by then, an event that is recorded there cannot be asked any more, and
+    /// waiting spoils the capture.
+    pub(in crate::device::cuda) fn no_capture(&self, stream: Stream) -> Result<(), DeviceError> {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: a place for a status, and a stream of this context.
+        let result = unsafe { sys::cuStreamIsCapturing(stream.0, &raw mut status) };
+        check("cuStreamIsCapturing", result)?;
+        match status {
+            CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => Ok(()),
+            _ => Err(DeviceError::CudaCapturing),
+        }
     }
 
     /// The event is done once everything that is in the stream now is.

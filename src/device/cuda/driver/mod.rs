@@ -20,7 +20,7 @@ use crate::error::DeviceError;
 use crate::units::Bytes;
 
 /// Every entry point that is called.
-const SYMBOLS: [&str; 35] = [
+const SYMBOLS: [&str; 36] = [
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuDeviceGet",
@@ -54,6 +54,7 @@ const SYMBOLS: [&str; 35] = [
     "cuModuleUnload",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamIsCapturing",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
 ];
