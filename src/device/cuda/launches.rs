@@ -229,8 +229,12 @@ impl CudaDevice {
             out: q,
             lse: None,
         };
-        let params = self.launch_attend(cx, &args, &self.groups[0], 0)?;
-        self.launch_combine(cx, &params, &self.groups[0])?;
+        // The kernel for items of few packed rows, and the one for those of many.
+        for item_rows in [0, u32::MAX] {
+            self.groups[0].item_rows = item_rows;
+            let params = self.launch_attend(cx, &args, &self.groups[0], 0)?;
+            self.launch_combine(cx, &params, &self.groups[0])?;
+        }
         let nothing = KvpoolCopyPair { src_unit: 0, dst_unit: 0, first_token: 0, num_tokens: 0 };
         self.groups[0].copies.push(nothing);
         self.launch_copies(cx, 0)?;
