@@ -68,7 +68,9 @@ fn main() {
     };
     let text = match kernels(wanted, &out) {
         Ok(compiled) => compiled_text(&compiled),
-        Err(Without::Refused(said)) => fail(&said),
+        Err(Without::Refused(said)) => {
+            fail(&format!("{said}\nKVPOOL_CUDA=off builds without the CUDA kernels"))
+        }
         Err(Without::None(why)) if wanted == Wanted::Require => {
             fail(&format!("KVPOOL_CUDA=require, and {why}"))
         }
@@ -161,9 +163,7 @@ fn kernels(wanted: Wanted, out: &Path) -> Result<Compiled, Without> {
         out,
         parallel: env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1),
     };
-    compile::compile(&job, &sources).map_err(|said| {
-        Without::Refused(format!("{said}\nKVPOOL_CUDA=off builds without the CUDA kernels"))
-    })?;
+    compile::compile(&job, &sources).map_err(Without::Refused)?;
     let images = sources.iter().map(|source| compile::stem(source)).collect();
     Ok(Compiled { found, version, archs, images })
 }
@@ -193,9 +193,10 @@ fn wanted_archs(found: &Found) -> Result<Vec<archs::Arch>, Without> {
 /// nvcc's arguments but for the files.
 fn arguments(archs: &[archs::Arch], version: Version) -> Vec<String> {
     // Products and sums are fused where the source says so, and nowhere else: the same kernels
-    // give the same bits on every GPU and on the emulated one.
+    // give the same bits on every GPU and on the emulated one. Warnings go to the logs, where
+    // csrc/tests/machine_code.py allows none: a later nvcc that has more to say builds too.
     let fixed = "-fatbin -std=c++17 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false \
-                 -Icsrc/kernels -Xptxas -v -Werror all-warnings";
+                 -Icsrc/kernels -Xptxas -v";
     // A quarter of the bytes. Drivers before those of CUDA 13 may not know this form.
     let small = if version.major >= 13 { "--compress-mode=size" } else { "" };
     fixed

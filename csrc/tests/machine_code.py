@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Looks at what nvcc made of the kernels: no spills, wide accesses, matrix instructions.
+"""Looks at what nvcc made of the kernels: no warnings, no spills, no local memory, wide accesses,
+matrix instructions.
 
     csrc/tests/machine_code.py FOLDER CUOBJDUMP
 
@@ -23,15 +24,16 @@ WANTED = [
 
 
 def spills(log):
-    """The kernels of a log that spill, with what ptxas says."""
+    """Warnings, and the kernels of a log that spill or have local memory, with what ptxas says."""
     found = []
     name = "?"
     for line in log.read_text().splitlines():
         compiled = re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line)
         if compiled:
             name = " ".join(compiled.groups())
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
-        if spilled and spilled.groups() != ("0", "0"):
+        stack = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        used = re.search(stack, line)
+        if (used and used.groups() != ("0", "0", "0")) or re.search(r"\bwarning\b", line):
             found.append(f"{log.name}: {name}: {line.strip()}")
     return found
 
