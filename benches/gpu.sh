@@ -39,7 +39,7 @@ if [ -z "$program" ]; then
     }
     # The emulated driver needs no kernels of nvcc's.
     if [ ${#tiny[@]} -eq 0 ]; then export KVPOOL_CUDA=${KVPOOL_CUDA:-require}; fi
-    program=$(cargo bench --locked --bench gpu --no-run --message-format=json |
+    program=$(cargo bench --locked --bench gpu --no-run --message-format=json-render-diagnostics |
         grep '"kind":\["bench"\]' |
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
 fi
@@ -58,6 +58,7 @@ if [ -z "$out" ] && [ ${#tiny[@]} -eq 0 ]; then
     out=benches/results/gpu-${card%-}-$(date +%F).json
 fi
 if [ -n "$out" ]; then
+    mkdir -p "$(dirname "$out")"
     cp "$results" "$out"
     echo "results in $out"
 fi

@@ -74,7 +74,11 @@ pub(crate) struct Stream {
     stream: sys::CUstream,
     from: sys::CUevent,
     to: sys::CUevent,
+    elapsed: Elapsed,
 }
+
+/// `cuEventElapsedTime`. cudarc has its second version only, which drivers before CUDA 12.8 lack.
+type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
 impl Stream {
     pub(crate) fn new() -> Self {
@@ -87,7 +91,11 @@ impl Stream {
             ok("cuEventCreate", unsafe { sys::cuEventCreate(event, 0) });
         }
         let [from, to] = events;
-        Self { stream, from, to }
+        // SAFETY: the library is loaded, since it has answered.
+        let library = unsafe { sys::culib() };
+        // SAFETY: its type.
+        let elapsed = unsafe { library.get::<Elapsed>(b"cuEventElapsedTime") };
+        Self { stream, from, to, elapsed: *elapsed.expect("every driver has it") }
     }
 
     /// For the device under test.
@@ -107,8 +115,7 @@ impl Stream {
         ok("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.to) });
         let mut ms = 0.0;
         // SAFETY: a place for a number; both events are done.
-        let elapsed = unsafe { sys::cuEventElapsedTime_v2(&raw mut ms, self.from, self.to) };
-        ok("cuEventElapsedTime", elapsed);
+        ok("cuEventElapsedTime", unsafe { (self.elapsed)(&raw mut ms, self.from, self.to) });
         f64::from(ms) * 1e3
     }
 
