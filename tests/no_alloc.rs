@@ -17,7 +17,7 @@ use std::ptr::null;
 
 use kvpool::cache::{AttendOptions, BeginOptions, Cache, Namespace, SeqHandle};
 use kvpool::capi::*;
-use kvpool::config::{Admission, Capacity, KernelChoice};
+use kvpool::config::{Admission, Capacity, KernelChoice, RopeConfig, RopeStyle};
 use kvpool::device::cpu::CpuDevice;
 use kvpool::device::{CountingAllocator, TensorMut, TensorRef, allocation_counts};
 use kvpool::error::CacheError;
@@ -48,6 +48,7 @@ struct Buffers {
 fn main() {
     counting_works();
     edge_10_a_whole_trace_allocates_nothing();
+    turning_keys_allocates_nothing();
     large_steps_allocate_nothing();
     probers_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
@@ -311,6 +312,39 @@ fn step(cache: &mut Cache, rng: &mut Rng, buffers: &mut Buffers) -> Result<(), C
         step.csr(GroupIdx(1))?;
     }
     step.commit()
+}
+
+/// K is turned on its way in, in layers with tables of their own, by both styles of pairs.
+fn turning_keys_allocates_nothing() {
+    let (mut verbs, mut refused) = (0, 0);
+    for (mode, style) in
+        MODES.into_iter().zip([RopeStyle::Halves, RopeStyle::Pairs, RopeStyle::Halves])
+    {
+        for (format, scale) in FORMATS {
+            let spec = Spec {
+                format,
+                scale,
+                head_dim: 32,
+                windows: vec![12, 0, 30],
+                sink_tokens: 2,
+                threads: 2,
+                capacity: Capacity::Tokens(128),
+                rope: Some(RopeConfig {
+                    theta: Some(10_000.0),
+                    dims: Some(16),
+                    style,
+                    window_theta: Some(500.0),
+                    ..RopeConfig::default()
+                }),
+                ..Spec::mode(mode)
+            };
+            let (done, failed) = trace(&spec);
+            verbs += done;
+            refused += failed;
+        }
+    }
+    assert!(verbs > 2_500 && refused > 500, "{verbs} verbs, {refused} refused");
+    println!("turning_keys_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
 }
 
 /// Steps so large that append and attention are dealt out to the workers.
