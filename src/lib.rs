@@ -63,7 +63,8 @@
 //!
 //! # Promises
 //!
-//! Nothing is allocated after open, refusals included. Bytes allocated are bytes planned. A verb
+//! Nothing is allocated after open, refusals included (but by `save` and `restore`, which say how
+//! much). Bytes allocated are bytes planned. A verb
 //! that is refused leaves no trace. A handle that was released is refused for ever. A freed
 //! block's bytes are never seen by the next owner. Each of these has a test.
 

@@ -15,7 +15,9 @@ mod emulator;
 use common::{FORMATS, MODES, Rng, Spec};
 use std::ptr::null;
 
-use kvpool::cache::{AttendOptions, BeginOptions, Cache, Namespace, SeqHandle};
+use kvpool::cache::{
+    AttendOptions, BeginOptions, Cache, Namespace, RestoreOptions, SaveOptions, SeqHandle,
+};
 use kvpool::capi::*;
 use kvpool::config::{Admission, Capacity, KernelChoice, RopeConfig, RopeStyle};
 use kvpool::device::cpu::CpuDevice;
@@ -53,6 +55,7 @@ fn main() {
     probers_allocate_nothing();
     bookkeeping_is_what_the_plan_says();
     the_c_interface_allocates_nothing();
+    saves_allocate_what_the_plan_says();
     if !common::on_cuda() {
         the_same_on_the_emulated_cuda_device();
     }
@@ -386,6 +389,56 @@ fn large_steps_allocate_nothing() {
         assert_eq!(counted, 0, "{spec:?}");
     }
     println!("large_steps_allocate_nothing ... ok");
+}
+
+/// The exception: these verbs take what `Plan::save_bytes` says, whatever is in the file, give it
+/// back, and leave the cache as static as it was.
+fn saves_allocate_what_the_plan_says() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (prefixes, sequence) = (folder.path().join("prefixes"), folder.path().join("sequence"));
+    let (save, restore) = (SaveOptions::default(), RestoreOptions::default());
+    for mode in MODES {
+        let windows = vec![12, 0, 30];
+        let spec = Spec { max_seqs: 8, windows, max_step_tokens: Some(8), ..Spec::mode(mode) };
+        let promised = spec.plan().save_bytes().expect("fits").0;
+        let mut cache = spec.open();
+        let mut other = spec.open();
+        for n in 0..8 {
+            let prompt: Vec<u32> = (0..64).map(|token| 100 * n + token).collect();
+            let seq = cache.begin(&prompt, BeginOptions::default()).expect("fits").sequence;
+            for _ in 0..8 {
+                let mut step = cache.reserve(&[(seq, 8)]).expect("promised");
+                step.mark_all_appended();
+                step.commit().expect("whole");
+            }
+            cache.save_sequence(seq, &sequence, &save).expect("written");
+            cache.release(seq).expect("alive");
+        }
+        let within = |what: &str, call: &mut dyn FnMut()| {
+            let before = allocation_counts();
+            call();
+            let after = allocation_counts();
+            let allocated = after.allocated_bytes - before.allocated_bytes;
+            assert!(allocated <= promised, "{mode:?} {what}: {allocated} of {promised} bytes");
+            assert_eq!(after.freed_bytes - before.freed_bytes, allocated, "{mode:?} {what}");
+        };
+        within("save", &mut || _ = cache.save_prefixes(&prefixes, &save).expect("written"));
+        for what in ["restore", "again"] {
+            within(what, &mut || _ = other.restore_prefixes(&prefixes, &restore).expect("taken"));
+        }
+        within("sequence", &mut || {
+            let seq = other.restore_sequence(&sequence, &restore).expect("taken").sequence;
+            other.release(seq).expect("alive");
+        });
+        within("other kind", &mut || {
+            other.restore_prefixes(&sequence, &restore).expect_err("no prefixes");
+        });
+        let none = folder.path().join("none");
+        within("no file", &mut || {
+            other.restore_prefixes(&none, &restore).expect_err("not there");
+        });
+    }
+    println!("saves_allocate_what_the_plan_says ... ok");
 }
 
 /// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs

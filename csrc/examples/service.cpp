@@ -3,11 +3,13 @@
 //
 //     c++ -std=c++17 -O2 -pthread service.cpp -lkvpool -o service
 //     ./service CONFIG.toml [--port N] [--metrics-port N] [--threads N] [--max-waiting N] [--grace-ms N]
-//               [--verify] [--set KEY=VALUE]...
+//               [--save FILE] [--verify] [--set KEY=VALUE]...
 //
 // Its parts are in service/: the protocol (server.hpp), who runs when (scheduler.hpp), what is computed
-// (model.hpp, attention.hpp). --verify compares every attention with kvpool's own. The exit status is 0 if
-// nothing leaked and the cache's invariants hold at the end.
+// (model.hpp, attention.hpp). --save restores the prefixes of a file when the service starts, if it is there,
+// and saves them there when it ends: a service that starts again finds what it had. --verify compares every
+// attention with kvpool's own. The exit status is 0 if nothing leaked and the cache's invariants hold at the
+// end.
 #include <csignal>
 
 #include "service/metrics.hpp"
@@ -19,13 +21,14 @@ struct Arguments {
     std::string config;
     std::vector<std::string_view> settings;
     uint16_t port = 0, metrics_port = 0;
+    std::string save;
     service::Scheduler::Options scheduler;
 };
 
 [[noreturn]] void usage(const char* problem) {
     std::fprintf(stderr,
                  "service: %s\nusage: service CONFIG.toml [--port N] [--metrics-port N] [--threads N] "
-                 "[--max-waiting N] [--grace-ms N] [--verify] [--set KEY=VALUE]...\n",
+                 "[--max-waiting N] [--grace-ms N] [--save FILE] [--verify] [--set KEY=VALUE]...\n",
                  problem);
     std::exit(2);
 }
@@ -46,6 +49,8 @@ Arguments parse(int argc, char** argv) {
         uint32_t number = 0;
         if (option == "--set") {
             arguments.settings.push_back(argv[i]);
+        } else if (option == "--save") {
+            arguments.save = argv[i];
         } else if (!service::Words(argv[i]).number(number)) {
             usage("a value that is no number");
         } else if (option == "--port") {
@@ -107,6 +112,39 @@ void summary(const service::Counters& counters, const service::Scheduler& schedu
     }
 }
 
+// The weights of the example's model: another model's prefixes are not for this one.
+constexpr const char* MODEL = "kvpool example service, 1";
+
+// Takes the prefixes of an earlier run. Without them the service starts all the same, only colder.
+void warm_up(kvpool::Cache& cache, const std::string& path) {
+    if (std::FILE* file = std::fopen(path.c_str(), "rb")) {
+        std::fclose(file);
+    } else {
+        return;
+    }
+    kvpool::RestoreOptions options;
+    options.model = MODEL;
+    const auto restored = cache.restore_prefixes(path.c_str(), options);
+    if (!restored) {
+        std::fprintf(stderr, "service: starting without %s: %s\n", path.c_str(), restored.error().message());
+        return;
+    }
+    const unsigned long long all = restored->file_tokens, dropped = restored->dropped_tokens;
+    std::printf("restored %llu of %llu tokens\n", all - dropped, all);
+}
+
+bool save(const kvpool::Cache& cache, const std::string& path) {
+    kvpool::SaveOptions options;
+    options.model = MODEL;
+    const auto saved = cache.save_prefixes(path.c_str(), options);
+    if (saved) {
+        std::printf("saved %llu tokens\n", static_cast<unsigned long long>(saved->tokens));
+    } else {
+        std::fprintf(stderr, "service: %s: %s\n", path.c_str(), saved.error().message());
+    }
+    return saved.ok();
+}
+
 int serve(const Arguments& arguments) {
     // All threads that come after leave the signals to this one.
     sigset_t signals;
@@ -121,6 +159,8 @@ int serve(const Arguments& arguments) {
     if (!opened) usage(opened.error().message());
     kvpool::Cache cache = std::move(opened).value();
     if (plan->info()->format() == kvpool::Format::int8) usage("the kernels here know no int8");
+
+    if (!arguments.save.empty()) warm_up(cache, arguments.save);
 
     service::Channel<service::Command> commands;
     const service::Bell bell;
@@ -156,7 +196,8 @@ int serve(const Arguments& arguments) {
 
     summary(counters, scheduler, arguments.scheduler.verify);
     if (!ran) std::fprintf(stderr, "service: %s\n", ran.error().message());
-    const bool clean = nothing_leaked(cache) && ran && cache.close();
+    const bool saved = arguments.save.empty() || save(cache, arguments.save);
+    const bool clean = nothing_leaked(cache) && ran && saved && cache.close();
     std::printf("%s\n", clean ? "nothing leaked" : "NOT CLEAN");
     return clean ? 0 : 1;
 }

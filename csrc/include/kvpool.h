@@ -42,7 +42,7 @@
  * same, but it waits while a verb or another reader of the same cache is under way. "Verb": one at a time for
  * each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and so does a callback that
  * calls back. A verb waits for the readers that are under way; most are over at once, but not _check and
- * _digest, nor _export and _read of many bytes. Whoever waits comes before those who come later, so none is
+ * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before those who come later, so none is
  * kept out. A callback may call no reader, of any cache (KVPOOL_BUSY): so different caches never wait for
  * each other. A cache is not tied to the thread that opened it. After fork(2) the child may close a cache, or
  * end, and nothing else: the worker threads are not there.
@@ -51,7 +51,8 @@
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
  *   the cache alone).
  * - Reader: kvpool_cache_stats, _group_stats, _evictions, _check, _digest, _export, _read,
- *   _check_admission, _reservations, _block_of, _block_refs, _namespace_numbers; kvpool_seq_get_info.
+ *   _check_admission, _reservations, _block_of, _block_refs, _namespace_numbers, _save_prefixes,
+ *   _save_sequence; kvpool_seq_get_info.
  * - Verb: everything else, kvpool_cache_close included.
  *
  * One step at a time. While a step is open, verbs that are not of the step give KVPOOL_STEP_OPEN, but for
@@ -59,7 +60,8 @@
  * and kvpool_cache_close.
  *
  * Memory. After kvpool_cache_open no call of a cache allocates, on the host or on the device, failing calls
- * included; kvpool_cache_text and kvpool_cache_check are the exceptions. Pointers into
+ * included; kvpool_cache_text and kvpool_cache_check are the exceptions, and the functions that save and
+ * restore, which say what they take. Pointers into
  * the pool and its tables stay the same for the life of the cache.
  *
  * Units. Sizes and strides of memory are in bytes, lengths of tensors in elements, lengths of sequences in
@@ -151,7 +153,13 @@ enum {
 
     /* A device call failed. */
     KVPOOL_DEVICE = 80,
-    KVPOOL_WRONG_MEMORY = 81 /* host memory for what must be the device's, or the reverse */
+    KVPOOL_WRONG_MEMORY = 81, /* host memory for what must be the device's, or the reverse */
+
+    /* Save and restore. */
+    KVPOOL_SAVE_IO = 90,        /* the file cannot be written or read */
+    KVPOOL_SAVE_UNDER_WAY = 91, /* another save to the same file is under way */
+    KVPOOL_SAVE_DAMAGED = 92,   /* not a save, cut off, or a checksum that is wrong */
+    KVPOOL_SAVE_MISMATCH = 93   /* of another version, kind, geometry, format, model or epoch */
 };
 
 /* The name of a status, such as "KVPOOL_NOT_ADMITTED"; "unknown status" for others. Never NULL. Any */
@@ -830,6 +838,75 @@ kvpool_status_t kvpool_cache_set_time_ms(kvpool_cache_t cache, uint64_t now_ms) 
 kvpool_status_t kvpool_cache_set_epoch(kvpool_cache_t cache, uint64_t epoch) KVPOOL_NOEXCEPT;
 /* Evicts every block that nobody holds. These do not count as evictions, which are for want of room. */
 kvpool_status_t kvpool_cache_clear_cached(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
+
+/* ---------------------------------------------------------------- Save and restore */
+
+/* A file holds one sequence, or everything that is cached for reuse: tokens, K, V and scales, by layer. A plan
+ * of the same geometry and format can take it, whatever its mode and block size. docs/save-format.md describes
+ * it. These functions allocate a buffer of a size that follows from the plan, and give it back. */
+
+typedef struct kvpool_save_options {
+    size_t size;
+    uint32_t unsalted_only; /* not 0: what has a salt is left out, from its salt on */
+    uint32_t reserved;
+    kvpool_key_part_t model; /* what computes K and V: a restore must give the same */
+} kvpool_save_options_t;
+
+typedef struct kvpool_restore_options {
+    size_t size;
+    uint64_t key;     /* of a sequence, as in kvpool_begin_options_t */
+    uint32_t has_key; /* not 0: `key` counts */
+    uint32_t max_len; /* of a sequence, look-ahead aside; 0 = its old limit */
+    kvpool_key_part_t model;
+} kvpool_restore_options_t;
+
+/* All defaults. */
+#ifdef __cplusplus
+#define KVPOOL_SAVE_OPTIONS_INIT (kvpool_save_options_t{sizeof(kvpool_save_options_t), 0, 0, {}})
+#define KVPOOL_RESTORE_OPTIONS_INIT (kvpool_restore_options_t{sizeof(kvpool_restore_options_t), 0, 0, 0, {}})
+#else
+#define KVPOOL_SAVE_OPTIONS_INIT {sizeof(kvpool_save_options_t), 0, 0, {0, 0, NULL, 0}}
+#define KVPOOL_RESTORE_OPTIONS_INIT {sizeof(kvpool_restore_options_t), 0, 0, 0, {0, 0, NULL, 0}}
+#endif
+
+typedef struct kvpool_saved {
+    size_t size;
+    uint64_t bytes;  /* of the file */
+    uint64_t blocks; /* of tokens_per_block tokens; the last of a chain may have less */
+    uint64_t tokens;
+} kvpool_saved_t;
+
+typedef struct kvpool_restored {
+    size_t size;
+    uint64_t file_tokens;
+    uint64_t dropped_tokens; /* of these, tokens that are not cached now: there was no room for them, they do
+                                not fill a block, or this plan needs more of them than the file has */
+    uint64_t blocks;         /* restored */
+    uint64_t blocks_present; /* cached before */
+    uint64_t slots;          /* of contiguous layers, that were filled */
+} kvpool_restored_t;
+
+/* Writes everything that is cached for reuse, in the present epoch, to a file. The file of that name is
+ * replaced when the new one is whole and on the disk: whoever is killed leaves the old one or the new one. It can
+ * be read by its owner alone, because prompts and salts are in it. `options` may be NULL. KVPOOL_SAVE_IO,
+ * KVPOOL_SAVE_UNDER_WAY, KVPOOL_REUSE_OFF. */
+kvpool_status_t kvpool_cache_save_prefixes(kvpool_cache_t cache, const char *path,
+                                           const kvpool_save_options_t *options, kvpool_saved_t *out,
+                                           size_t out_size) KVPOOL_NOEXCEPT;
+/* Takes the prefixes of a file. Nothing is evicted for them; what has no room is dropped, the least recently
+ * used first; what is cached stays as it is. The whole file is checked first. KVPOOL_SAVE_IO,
+ * KVPOOL_SAVE_DAMAGED, KVPOOL_SAVE_MISMATCH. `options` may be NULL. */
+kvpool_status_t kvpool_cache_restore_prefixes(kvpool_cache_t cache, const char *path,
+                                              const kvpool_restore_options_t *options,
+                                              kvpool_restored_t *out, size_t out_size) KVPOOL_NOEXCEPT;
+/* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; it is
+ * admitted as by kvpool_cache_begin. */
+kvpool_status_t kvpool_cache_save_sequence(kvpool_cache_t cache, kvpool_seq_t sequence, const char *path,
+                                           const kvpool_save_options_t *options, kvpool_saved_t *out,
+                                           size_t out_size) KVPOOL_NOEXCEPT;
+kvpool_status_t kvpool_cache_restore_sequence(kvpool_cache_t cache, const char *path,
+                                              const kvpool_restore_options_t *options, kvpool_begun_t *out,
+                                              size_t out_size) KVPOOL_NOEXCEPT;
 
 /* ---------------------------------------------------------------- Events */
 

@@ -205,6 +205,18 @@ impl Cache {
         Ok((limit, found))
     }
 
+    /// Checks that there is room for a sequence of `len` tokens that takes nothing from others.
+    pub(super) fn admit_without_prefix(&self, len: u32, limit: u32) -> Result<(), CacheError> {
+        self.check_blocks(len, limit, &Found::NOTHING, false)?;
+        if self.seqs.free.is_empty() {
+            return Err(CacheError::NoSeqSlot { seq_slots: self.plan.seq_slots });
+        }
+        if self.batch_closed && self.seqs.alive() > 0 {
+            return Err(CacheError::BatchUnderWay { live: self.seqs.alive() });
+        }
+        Ok(())
+    }
+
     /// Checks a request by itself; gives the most tokens that its sequence may have.
     fn check_request(&self, prompt_len: u64, options: &BeginOptions) -> Result<u32, CacheError> {
         let most = self.plan.limits.max_seq_len;

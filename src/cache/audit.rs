@@ -67,7 +67,9 @@ impl Cache {
                     record.alive, free[slot as usize]
                 )
             })?;
-            require(record.len <= record.high_water && record.high_water <= record.limit, || {
+            // One that was restored may be as if it had been as much longer as it may rewind.
+            let most = record.limit + self.plan.limits.max_rewind_tokens;
+            require(record.len <= record.high_water && record.high_water <= most, || {
                 format!(
                     "slot {slot}: len {}, high water {}, limit {}",
                     record.len, record.high_water, record.limit
@@ -139,6 +141,7 @@ impl Cache {
                     digest.push(u64::from(number));
                 }
                 digest.push(u64::from(state.shared_tail));
+                digest.push(u64::from(state.holds_from));
             }
         }
         for slot in &self.seqs.free {

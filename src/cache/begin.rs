@@ -305,6 +305,9 @@ impl Cache {
         record.high_water = found.len;
         record.written = if found.donor.is_some() { record.written.max(found.len) } else { 0 };
         for group in 0..self.plan.groups.len() {
+            if found.donor.is_none() || self.pool.store(group).is_some() {
+                self.seqs.state_mut(slot, group).holds_from = 0;
+            }
             self.live_tokens[group] += self.live_in(group, slot);
             self.set_tail(group, slot, true);
         }
@@ -327,7 +330,7 @@ impl Cache {
 
     /// Tries again to give a sequence its namespaces, if all numbers were in use when it was
     /// admitted: the oldest blocks go, until one of them was the last of its namespace.
-    fn name_sequence(&mut self, slot: u32, namespace: &Namespace) {
+    pub(super) fn name_sequence(&mut self, slot: u32, namespace: &Namespace) {
         let Some(lead) = self.lead() else { return };
         let mut evicted = 0;
         while self.reuse.as_ref().is_some_and(|r| r.seqs[slot as usize].keys.first == 0) {

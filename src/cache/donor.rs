@@ -31,7 +31,7 @@ const _: () = assert!(size_of::<DonorName>() as u64 == DONOR_NAME_BYTES);
 
 impl DonorName {
     /// Of `len` tokens in common, how many another namespace may share.
-    fn common(&self, other: &Namespace, epoch: u64, len: u32, per_block: u32) -> u32 {
+    pub(super) fn common(&self, other: &Namespace, epoch: u64, len: u32, per_block: u32) -> u32 {
         let own = &self.namespace;
         if self.epoch != epoch || own.adapter != other.adapter || own.model != other.model {
             return 0;
@@ -90,8 +90,11 @@ impl Cache {
     fn slot_has(&self, slot: u32, len: u32) -> bool {
         let written = self.seqs.record(slot).written;
         self.plan.groups.iter().enumerate().all(|(group, layers)| {
+            let kept_from = self.plan.keep_from(group_idx(group), len);
+            if kept_from < self.seqs.state(slot, group).holds_from {
+                return false;
+            }
             layers.layout.addressing != Addressing::Ring || {
-                let kept_from = self.plan.keep_from(group_idx(group), len);
                 written.saturating_sub(layers.layout.ring_tokens)
                     <= kept_from.max(
                         // What lies below the sinks' end is never overwritten.
@@ -149,6 +152,10 @@ impl Cache {
         }
         // The same places hold tokens as in the donor's slot, and no others.
         self.seqs.record_mut(slot).written = self.seqs.record(donor.slot).written;
+        for group in 0..self.plan.groups.len() {
+            self.seqs.state_mut(slot, group).holds_from =
+                self.seqs.state(donor.slot, group).holds_from;
+        }
         self.counters.donor_copies += 1;
         Ok(())
     }

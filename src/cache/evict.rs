@@ -45,7 +45,7 @@ impl Scout {
 
     /// Notes that a block is cached.
     #[inline]
-    fn is_cached(&mut self, block: u32) {
+    pub(super) fn is_cached(&mut self, block: u32) {
         let earlier = std::mem::replace(&mut self.cached[self.oldest_cached], block);
         self.oldest_cached = (self.oldest_cached + 1) % VICTIMS_AHEAD;
         if let Some(later) = self.later.get_mut(earlier as usize) {

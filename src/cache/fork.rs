@@ -91,10 +91,11 @@ impl Cache {
     /// Gives a fresh slot the blocks of another's row, or copies of them from `first_unshared` on.
     /// Room has been checked.
     fn share_blocks(&mut self, group: usize, source: u32, target: u32) -> Result<(), CacheError> {
+        let state = *self.seqs.state(source, group);
         if self.pool.store(group).is_none() {
+            self.seqs.state_mut(target, group).holds_from = state.holds_from;
             return Ok(());
         }
-        let state = *self.seqs.state(source, group);
         let unshared = self.first_unshared(source);
         *self.seqs.state_mut(target, group) =
             GroupState { shared_tail: unshared >= state.next, ..state };

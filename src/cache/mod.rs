@@ -2,7 +2,7 @@
 //!
 //! A [`Cache`] is one plan, one device and everything between. Its verbs either do all they say
 //! or refuse with a typed error and leave no trace (P4). None of them allocates, refusals
-//! included (P1).
+//! included (P1), but those that save and restore, which give back what they take (`save/`).
 //!
 //! **Threads.** A cache is used by one thread at a time: the verbs that change anything take
 //! `&mut self`, and a [`Step`] borrows the cache for as long as it is open. Kernels run on the
@@ -34,6 +34,7 @@ mod publish;
 mod retention;
 mod reuse;
 mod rows;
+mod save;
 mod sequence;
 mod stats;
 mod step;
@@ -48,6 +49,9 @@ pub use pin::PinHandle;
 pub use preempt::Preempted;
 pub use prefix::{KeyPart, Namespace, Probe, Prober};
 pub use retention::{MAX_RETENTIONS, Retention, Retentions};
+#[doc(hidden)]
+pub use save::{Point as SavePoint, WriteFault, fail_saves};
+pub use save::{RestoreOptions, Restored, SaveOptions, Saved};
 pub use sequence::SeqHandle;
 pub use step::{AttendOptions, Step, StepId};
 

@@ -136,13 +136,15 @@ impl Cache {
         if own == NO_BLOCK || own == there {
             return;
         }
+        // Of a sequence that was restored, the first of them may not be there whole.
+        let whole = at * self.plan.tokens_per_block >= self.seqs.state(slot, group).holds_from;
         if there != NO_BLOCK {
             if self.may_swap(group, own, there) {
                 self.swap_for(group, slot, at, there);
             }
             return;
         }
-        let Some(reuse) = &mut self.reuse else { return };
+        let Some(reuse) = self.reuse.as_mut().filter(|_| whole) else { return };
         let Some(index) = &mut reuse.index else { return };
         index.attach(windowed, lead_block, own);
         reuse.events.attached(group, own, lead_block);

@@ -85,6 +85,18 @@ impl Retentions {
         self.ranges.iter().all(Option::is_none)
     }
 
+    /// The ranges.
+    pub(super) fn ranges(&self) -> [Option<Retention>; MAX_RETENTIONS] {
+        self.ranges.map(|range| {
+            range.map(|Packed { from, to, duration_ms, priority }| Retention {
+                from,
+                to,
+                priority,
+                duration_ms: Some(duration_ms).filter(|duration| *duration != u64::MAX),
+            })
+        })
+    }
+
     /// Priority and time limit (`u64::MAX` = none) of the block of tokens `from..to`.
     pub(super) fn of_block(&self, from: u32, to: u32) -> (u8, u64) {
         let touching =
@@ -158,6 +170,15 @@ impl Expiry {
         let limit = &mut self.limits[block as usize];
         if limit.duration_ms != u64::MAX {
             limit.at_ms = self.now_ms.saturating_add(limit.duration_ms);
+            self.insert(block);
+        }
+    }
+
+    /// Notes that a block is cached from now on, and has less of its time left.
+    pub(super) fn start_with(&mut self, block: u32, left_ms: u64) {
+        let limit = &mut self.limits[block as usize];
+        if limit.duration_ms != u64::MAX {
+            limit.at_ms = self.now_ms.saturating_add(left_ms.min(limit.duration_ms));
             self.insert(block);
         }
     }

@@ -79,6 +79,10 @@ pub(super) struct GroupState {
     pub(super) held: u32,
     /// Blocks that admission promised in all; 0 under max-utilization.
     pub(super) quota: u32,
+    /// In a windowed group of a sequence that was restored from a file: the first token, sinks
+    /// aside, that is there. 0 otherwise. In a contiguous group it outlives the sequence, because
+    /// the bytes do.
+    pub(super) holds_from: u32,
     /// Whether others may hold its last block too, so that it must be looked at before it is
     /// written.
     pub(super) shared_tail: bool,
@@ -225,7 +229,8 @@ impl SeqTable {
         let (generation, written) = (record.generation, record.written);
         *record = SeqRecord { generation, written, ..SeqRecord::default() };
         for group in 0..self.num_groups {
-            *self.state_mut(slot, group) = GroupState::default();
+            let state = self.state_mut(slot, group);
+            *state = GroupState { holds_from: state.holds_from, ..GroupState::default() };
         }
     }
 }

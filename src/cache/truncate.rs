@@ -44,6 +44,9 @@ impl Cache {
                 self.give_back_from(group, slot, len.div_ceil(per_block));
                 self.seqs.state_mut(slot, group).shared_tail = !len.is_multiple_of(per_block);
             }
+            if len == 0 {
+                self.seqs.state_mut(slot, group).holds_from = 0;
+            }
             let after = self.live_of(group, len, high_water);
             self.live_tokens[group] = self.live_tokens[group] - before + after;
         }

@@ -66,6 +66,10 @@ pub const KVPOOL_TOO_MANY_REFS: i32 = 71;
 pub const KVPOOL_KEY_TOO_LONG: i32 = 72;
 pub const KVPOOL_DEVICE: i32 = 80;
 pub const KVPOOL_WRONG_MEMORY: i32 = 81;
+pub const KVPOOL_SAVE_IO: i32 = 90;
+pub const KVPOOL_SAVE_UNDER_WAY: i32 = 91;
+pub const KVPOOL_SAVE_DAMAGED: i32 = 92;
+pub const KVPOOL_SAVE_MISMATCH: i32 = 93;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_error {
@@ -944,6 +948,98 @@ const _: () = {
         [::core::mem::offset_of!(kvpool_probe, reserved) - 20usize];
 };
 pub type kvpool_probe_t = kvpool_probe;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct kvpool_save_options {
+    pub size: usize,
+    pub unsalted_only: u32,
+    pub reserved: u32,
+    pub model: kvpool_key_part_t,
+}
+const _: () = {
+    ["Size of kvpool_save_options"][::core::mem::size_of::<kvpool_save_options>() - 40usize];
+    ["Alignment of kvpool_save_options"][::core::mem::align_of::<kvpool_save_options>() - 8usize];
+    ["Offset of field: kvpool_save_options::size"]
+        [::core::mem::offset_of!(kvpool_save_options, size) - 0usize];
+    ["Offset of field: kvpool_save_options::unsalted_only"]
+        [::core::mem::offset_of!(kvpool_save_options, unsalted_only) - 8usize];
+    ["Offset of field: kvpool_save_options::reserved"]
+        [::core::mem::offset_of!(kvpool_save_options, reserved) - 12usize];
+    ["Offset of field: kvpool_save_options::model"]
+        [::core::mem::offset_of!(kvpool_save_options, model) - 16usize];
+};
+pub type kvpool_save_options_t = kvpool_save_options;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct kvpool_restore_options {
+    pub size: usize,
+    pub key: u64,
+    pub has_key: u32,
+    pub max_len: u32,
+    pub model: kvpool_key_part_t,
+}
+const _: () = {
+    ["Size of kvpool_restore_options"][::core::mem::size_of::<kvpool_restore_options>() - 48usize];
+    ["Alignment of kvpool_restore_options"]
+        [::core::mem::align_of::<kvpool_restore_options>() - 8usize];
+    ["Offset of field: kvpool_restore_options::size"]
+        [::core::mem::offset_of!(kvpool_restore_options, size) - 0usize];
+    ["Offset of field: kvpool_restore_options::key"]
+        [::core::mem::offset_of!(kvpool_restore_options, key) - 8usize];
+    ["Offset of field: kvpool_restore_options::has_key"]
+        [::core::mem::offset_of!(kvpool_restore_options, has_key) - 16usize];
+    ["Offset of field: kvpool_restore_options::max_len"]
+        [::core::mem::offset_of!(kvpool_restore_options, max_len) - 20usize];
+    ["Offset of field: kvpool_restore_options::model"]
+        [::core::mem::offset_of!(kvpool_restore_options, model) - 24usize];
+};
+pub type kvpool_restore_options_t = kvpool_restore_options;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct kvpool_saved {
+    pub size: usize,
+    pub bytes: u64,
+    pub blocks: u64,
+    pub tokens: u64,
+}
+const _: () = {
+    ["Size of kvpool_saved"][::core::mem::size_of::<kvpool_saved>() - 32usize];
+    ["Alignment of kvpool_saved"][::core::mem::align_of::<kvpool_saved>() - 8usize];
+    ["Offset of field: kvpool_saved::size"][::core::mem::offset_of!(kvpool_saved, size) - 0usize];
+    ["Offset of field: kvpool_saved::bytes"][::core::mem::offset_of!(kvpool_saved, bytes) - 8usize];
+    ["Offset of field: kvpool_saved::blocks"]
+        [::core::mem::offset_of!(kvpool_saved, blocks) - 16usize];
+    ["Offset of field: kvpool_saved::tokens"]
+        [::core::mem::offset_of!(kvpool_saved, tokens) - 24usize];
+};
+pub type kvpool_saved_t = kvpool_saved;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct kvpool_restored {
+    pub size: usize,
+    pub file_tokens: u64,
+    pub dropped_tokens: u64,
+    pub blocks: u64,
+    pub blocks_present: u64,
+    pub slots: u64,
+}
+const _: () = {
+    ["Size of kvpool_restored"][::core::mem::size_of::<kvpool_restored>() - 48usize];
+    ["Alignment of kvpool_restored"][::core::mem::align_of::<kvpool_restored>() - 8usize];
+    ["Offset of field: kvpool_restored::size"]
+        [::core::mem::offset_of!(kvpool_restored, size) - 0usize];
+    ["Offset of field: kvpool_restored::file_tokens"]
+        [::core::mem::offset_of!(kvpool_restored, file_tokens) - 8usize];
+    ["Offset of field: kvpool_restored::dropped_tokens"]
+        [::core::mem::offset_of!(kvpool_restored, dropped_tokens) - 16usize];
+    ["Offset of field: kvpool_restored::blocks"]
+        [::core::mem::offset_of!(kvpool_restored, blocks) - 24usize];
+    ["Offset of field: kvpool_restored::blocks_present"]
+        [::core::mem::offset_of!(kvpool_restored, blocks_present) - 32usize];
+    ["Offset of field: kvpool_restored::slots"]
+        [::core::mem::offset_of!(kvpool_restored, slots) - 40usize];
+};
+pub type kvpool_restored_t = kvpool_restored;
 pub type kvpool_event_kind_t = i32;
 pub const KVPOOL_STORED: i32 = 0;
 pub const KVPOOL_ATTACHED: i32 = 1;

@@ -6,9 +6,10 @@ use std::path::Path;
 use super::bindings::{
     kvpool_attend_options_t, kvpool_begin_options_t, kvpool_begun_t, kvpool_device_info_t,
     kvpool_error_t, kvpool_estimate_t, kvpool_event_t, kvpool_group_info_t, kvpool_group_stats_t,
-    kvpool_layer_t, kvpool_plan_info_t, kvpool_preempted_t, kvpool_probe_t, kvpool_seq_info_t,
-    kvpool_stats_t, kvpool_step_csr_t, kvpool_step_device_t, kvpool_step_group_t,
-    kvpool_step_view_t,
+    kvpool_layer_t, kvpool_plan_info_t, kvpool_preempted_t, kvpool_probe_t,
+    kvpool_restore_options_t, kvpool_restored_t, kvpool_save_options_t, kvpool_saved_t,
+    kvpool_seq_info_t, kvpool_stats_t, kvpool_step_csr_t, kvpool_step_device_t,
+    kvpool_step_group_t, kvpool_step_view_t,
 };
 use super::failure::CallError;
 
@@ -35,6 +36,7 @@ sized! {
     kvpool_attend_options_t, kvpool_begin_options_t, kvpool_begun_t, kvpool_device_info_t,
     kvpool_error_t, kvpool_estimate_t, kvpool_event_t, kvpool_group_info_t, kvpool_group_stats_t,
     kvpool_layer_t, kvpool_plan_info_t, kvpool_preempted_t, kvpool_probe_t, kvpool_seq_info_t,
+    kvpool_restore_options_t, kvpool_restored_t, kvpool_save_options_t, kvpool_saved_t,
     kvpool_stats_t, kvpool_step_csr_t, kvpool_step_device_t, kvpool_step_group_t,
     kvpool_step_view_t
 }

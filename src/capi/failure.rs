@@ -12,7 +12,7 @@ use super::caller::Caller;
 use crate::cache::ReservationRefused;
 use crate::error::{
     BatchRefused, CacheError, ConfigError, DeviceError, InvariantError, OpenError, Origin,
-    PlanError,
+    PlanError, SaveError,
 };
 use crate::units::grouped;
 
@@ -95,6 +95,8 @@ pub(super) enum Failure {
     Open(#[from] OpenError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error(transparent)]
+    Save(#[from] SaveError),
     #[error(transparent)]
     Invariant(#[from] InvariantError),
     #[error("a panic inside kvpool, which is a defect of it, please report it: {0}")]
@@ -206,6 +208,24 @@ const fn of_device(error: &DeviceError) -> kvpool_status_t {
     }
 }
 
+const fn of_save(error: &SaveError) -> kvpool_status_t {
+    match error {
+        SaveError::Io { .. } => KVPOOL_SAVE_IO,
+        SaveError::UnderWay => KVPOOL_SAVE_UNDER_WAY,
+        SaveError::NotASave | SaveError::Truncated { .. } | SaveError::Damaged { .. } => {
+            KVPOOL_SAVE_DAMAGED
+        }
+        SaveError::OtherVersion { .. }
+        | SaveError::OtherKind { .. }
+        | SaveError::Differs { .. }
+        | SaveError::OtherModel
+        | SaveError::OtherEpoch { .. }
+        | SaveError::NotWhole { .. } => KVPOOL_SAVE_MISMATCH,
+        SaveError::OutOfMemory { .. } => KVPOOL_OUT_OF_MEMORY,
+        SaveError::Cache(error) => of_cache(error),
+    }
+}
+
 const fn of_plan(error: &PlanError) -> kvpool_status_t {
     match error {
         PlanError::MemoryTooSmall { .. } => KVPOOL_MEMORY_TOO_SMALL,
@@ -230,6 +250,7 @@ impl Failure {
             Self::Config(_) => KVPOOL_CONFIG,
             Self::Plan(error) | Self::Open(OpenError::Plan(error)) => of_plan(error),
             Self::Device(error) | Self::Open(OpenError::Device(error)) => of_device(error),
+            Self::Save(error) => of_save(error),
             Self::Invariant(_) => KVPOOL_INVARIANT,
             Self::Panic(_) => KVPOOL_PANIC,
             Self::Text(_) => KVPOOL_BAD_ARGUMENT,
@@ -327,6 +348,17 @@ impl Facts {
         }
     }
 
+    fn of_save(error: &SaveError) -> Self {
+        match *error {
+            SaveError::OtherVersion { found, supported } => Self::of(found, supported, ""),
+            SaveError::Differs { found, expected, .. }
+            | SaveError::OtherEpoch { found, expected } => Self::of(found, expected, ""),
+            SaveError::OutOfMemory { bytes } => Self { wanted: bytes.get(), ..Self::NONE },
+            SaveError::Cache(ref error) => Self::of_cache(error),
+            _ => Self::NONE,
+        }
+    }
+
     fn of_plan(error: &PlanError) -> Self {
         const POOL: &str = "pool.capacity";
         match error {
@@ -377,6 +409,7 @@ impl Facts {
                 Self { index: refused.index as u64, ..Self::of_cache(&refused.source) }
             }
             Failure::Config(error) => Self::of_config(error),
+            Failure::Save(error) => Self::of_save(error),
             Failure::Plan(error) | Failure::Open(OpenError::Plan(error)) => Self::of_plan(error),
             Failure::Device(error) | Failure::Open(OpenError::Device(error)) => {
                 Self::of_device(error)
@@ -419,6 +452,7 @@ enum Kept {
     Item(usize, CallError),
     Cache(CacheError),
     Batch(BatchRefused),
+    Save(SaveError),
     /// The facts and the text are there.
     Told,
 }
@@ -453,6 +487,7 @@ pub(super) fn note(failure: &Failure) -> kvpool_status_t {
             Failure::Item { index, error } => Kept::Item(*index, *error),
             Failure::Cache(error) => Kept::Cache(*error),
             Failure::Batch(refused) => Kept::Batch(*refused),
+            Failure::Save(error) => Kept::Save(*error),
             told => {
                 last.facts = Facts::of_failure(told);
                 last.message = Text::EMPTY;
@@ -474,6 +509,7 @@ impl Last {
             Kept::Item(index, error) => Failure::Item { index, error },
             Kept::Cache(error) => Failure::Cache(error),
             Kept::Batch(refused) => Failure::Batch(refused),
+            Kept::Save(error) => Failure::Save(error),
         };
         let mut message = Text::EMPTY;
         let _ = write!(message, "{failure}");
@@ -539,7 +575,8 @@ pub extern "C" fn kvpool_status_name(status: kvpool_status_t) -> *const c_char {
         KVPOOL_TOKEN_MISMATCH, KVPOOL_NOT_APPENDED, KVPOOL_ALREADY_APPENDED, KVPOOL_NOT_HELD,
         KVPOOL_BAD_RETENTION, KVPOOL_REUSE_OFF, KVPOOL_NOTHING_TO_PIN, KVPOOL_RESERVATIONS_HELD,
         KVPOOL_PINS_ALIVE, KVPOOL_SEQUENCES_ALIVE, KVPOOL_TOO_MANY_REFS, KVPOOL_KEY_TOO_LONG,
-        KVPOOL_DEVICE, KVPOOL_WRONG_MEMORY,
+        KVPOOL_DEVICE, KVPOOL_WRONG_MEMORY, KVPOOL_SAVE_IO, KVPOOL_SAVE_UNDER_WAY,
+        KVPOOL_SAVE_DAMAGED, KVPOOL_SAVE_MISMATCH,
     );
     name.as_ptr()
 }

@@ -9,7 +9,7 @@
 //! | `caller.rs` | pointers of the caller, checked |
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
-//! | `prefix.rs`, `events.rs`, `stats.rs` | prefixes, events, statistics |
+//! | `prefix.rs`, `save.rs`, `events.rs`, `stats.rs` | prefixes, save and restore, events, statistics |
 //! | `decode.rs`, `fault.rs` | none: for `kvpool bench capi`, and for tests |
 //!
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
@@ -39,6 +39,7 @@ mod open;
 mod plan;
 mod prefix;
 mod registry;
+mod save;
 mod sequence;
 mod signatures;
 mod stats;
@@ -60,6 +61,7 @@ pub use failure::{kvpool_last_error, kvpool_status_name};
 pub use open::*;
 pub use plan::*;
 pub use prefix::*;
+pub use save::*;
 pub use sequence::*;
 pub use stats::*;
 pub use step::*;

@@ -8,7 +8,7 @@ use super::object::{reader, verb};
 use crate::cache::{BeginOptions, Begun, KeyPart, Namespace, Retention, Retentions};
 use crate::error::{BatchRefused, CacheError};
 
-fn key_part(
+pub(super) fn key_part(
     caller: &Caller,
     what: &'static str,
     part: &kvpool_key_part_t,

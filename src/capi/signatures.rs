@@ -246,6 +246,35 @@ const _: unsafe extern "C" fn(kvpool_cache_t, u64) -> kvpool_status_t =
 const _: unsafe extern "C" fn(kvpool_cache_t) -> kvpool_status_t = super::kvpool_cache_clear_cached;
 const _: unsafe extern "C" fn(
     kvpool_cache_t,
+    *const ::core::ffi::c_char,
+    *const kvpool_save_options_t,
+    *mut kvpool_saved_t,
+    usize,
+) -> kvpool_status_t = super::kvpool_cache_save_prefixes;
+const _: unsafe extern "C" fn(
+    kvpool_cache_t,
+    *const ::core::ffi::c_char,
+    *const kvpool_restore_options_t,
+    *mut kvpool_restored_t,
+    usize,
+) -> kvpool_status_t = super::kvpool_cache_restore_prefixes;
+const _: unsafe extern "C" fn(
+    kvpool_cache_t,
+    kvpool_seq_t,
+    *const ::core::ffi::c_char,
+    *const kvpool_save_options_t,
+    *mut kvpool_saved_t,
+    usize,
+) -> kvpool_status_t = super::kvpool_cache_save_sequence;
+const _: unsafe extern "C" fn(
+    kvpool_cache_t,
+    *const ::core::ffi::c_char,
+    *const kvpool_restore_options_t,
+    *mut kvpool_begun_t,
+    usize,
+) -> kvpool_status_t = super::kvpool_cache_restore_sequence;
+const _: unsafe extern "C" fn(
+    kvpool_cache_t,
     kvpool_event_fn,
     *mut ::core::ffi::c_void,
     *mut u64,

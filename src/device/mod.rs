@@ -440,6 +440,13 @@ pub trait Device: Send + fmt::Debug {
     /// [`DeviceError::OutOfRange`].
     fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError>;
 
+    /// Writes bytes of the pool, behind all work that was put into the stream. They need not be
+    /// kept when the call is over.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`], or what the driver says.
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError>;
+
     /// Reads bytes of the pool.
     ///
     /// # Errors

@@ -89,6 +89,10 @@ impl Device for NullDevice {
         self.check(offset, len)
     }
 
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.check(offset, bytes.len() as u64)
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
         self.check(offset, out.len() as u64)?;
         out.fill(0);

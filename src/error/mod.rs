@@ -11,6 +11,7 @@ mod job;
 #[cfg(feature = "model")]
 mod model;
 mod plan;
+mod save;
 
 pub use cache::{BatchRefused, CacheError, InvariantError};
 pub use config::{ConfigError, Origin};
@@ -19,3 +20,4 @@ pub use job::{JobError, OpenError};
 #[cfg(feature = "model")]
 pub use model::ModelError;
 pub use plan::PlanError;
+pub use save::SaveError;

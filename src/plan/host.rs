@@ -25,7 +25,7 @@ const GROUP_HEADERS_BYTES: u64 = 24 + 24 + 96 + 8;
 pub const SEQ_RECORD_BYTES: u64 = 80;
 
 /// Bytes of one sequence's state in one layer group.
-pub const GROUP_STATE_BYTES: u64 = 20;
+pub const GROUP_STATE_BYTES: u64 = 24;
 
 /// Bytes of one block in the prefix index, its tokens aside.
 pub const NODE_BYTES: u64 = 32;
@@ -56,6 +56,21 @@ pub const PIN_BYTES: u64 = 24;
 
 /// Bytes of one block that a step copies before it writes.
 pub const COW_BYTES: u64 = 16;
+
+/// Bytes that a save or restore keeps of a block of the file, at most.
+pub const SAVE_ENTRY_BYTES: u64 = 40;
+
+/// Bytes that it keeps of a block of the pool.
+pub const SAVE_BLOCK_BYTES: u64 = 48;
+
+/// Bytes that it keeps of a namespace.
+pub const SAVE_NAME_BYTES: u64 = 160;
+
+/// Bytes that it keeps of a sequence slot, its groups aside.
+pub const SAVE_SLOT_BYTES: u64 = 512;
+
+/// Bytes of a file's header, and of what else does not depend on the plan.
+pub const SAVE_FIXED_BYTES: u64 = (1 << 20) + (16 << 10);
 
 /// Places of a probing table for so many values: a power of two, at least twice as many.
 #[must_use]

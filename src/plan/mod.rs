@@ -26,7 +26,8 @@ pub use group::{GroupKind, LayerGroup};
 pub use host::{
     BATCH_SEQ_BYTES, BLOCK_LISTS_BYTES, BLOCK_RECORD_BYTES, COW_BYTES, DONOR_NAME_BYTES,
     EVENT_BYTES, EXPIRY_BYTES, GROUP_STATE_BYTES, HostTerm, LATER_BYTES, NAMESPACE_BYTES,
-    NODE_BYTES, PENDING_BYTES, PIN_BYTES, SEQ_RECORD_BYTES, SEQ_SHARE_BYTES, probe_places,
+    NODE_BYTES, PENDING_BYTES, PIN_BYTES, SAVE_BLOCK_BYTES, SAVE_ENTRY_BYTES, SAVE_FIXED_BYTES,
+    SAVE_NAME_BYTES, SAVE_SLOT_BYTES, SEQ_RECORD_BYTES, SEQ_SHARE_BYTES, probe_places,
 };
 pub use layout::{
     Addressing, GROUP_ALIGN, GroupLayout, Kv, LayerView, NO_BLOCK, SeqView, UNIT_ALIGN, UnitShape,
@@ -41,8 +42,8 @@ pub use workspace::{
 use serde::Serialize;
 
 use crate::config::{
-    Admission, CacheMode, Capacity, Config, Geometry, Invalid, MIN_TOKENS_PER_BLOCK, ScaleKind,
-    StaticScale, verify,
+    Admission, CacheMode, Capacity, Config, Geometry, Invalid, MAX_TOKENS_PER_BLOCK,
+    MIN_TOKENS_PER_BLOCK, ScaleKind, StaticScale, verify,
 };
 use crate::error::PlanError;
 use crate::units::{Bytes, GroupIdx, LayerIdx, counted, grouped};
@@ -290,6 +291,36 @@ impl Plan {
     #[must_use]
     pub fn max_pins(&self) -> u32 {
         reuse::max_pins(&self.limits)
+    }
+
+    /// Host memory that saving or restoring allocates and gives back, at most: one block of
+    /// [`MAX_TOKENS_PER_BLOCK`] tokens, and what is kept of each block, namespace and slot.
+    ///
+    /// # Errors
+    /// [`PlanError::Overflow`].
+    pub fn save_bytes(&self) -> Result<Bytes, PlanError> {
+        let (slots, groups) = (u64::from(self.seq_slots), self.groups.len() as u64);
+        let seq_len = u64::from(self.limits.max_seq_len);
+        let per_block = u64::from(MIN_TOKENS_PER_BLOCK.min(self.tokens_per_block));
+        let layers = u64::from(self.geometry.num_layers);
+        let units: u64 = self.groups.iter().map(|group| u64::from(group.layout.units)).sum();
+        let lead = self.reuse.lead.map(|lead| &self.groups[lead.index()].layout);
+        let tokens = match lead {
+            Some(lead) => Bytes(lead.units.into()).try_mul(lead.unit_tokens.into())?,
+            None => Bytes(slots).try_mul(seq_len)?,
+        };
+        let names = u64::from(self.max_namespaces()).max(2 * slots) + 1;
+        let block = Bytes(self.bytes_per_token.get() + 4).try_mul(MAX_TOKENS_PER_BLOCK.into())?;
+        let chain = (seq_len / per_block + 2) * 4 * (groups + 1);
+        let terms = [
+            block.try_add(Bytes(4 * layers + seq_len * 4))?,
+            Bytes(SAVE_ENTRY_BYTES).try_mul(tokens.get() / per_block + slots + seq_len)?,
+            Bytes(SAVE_BLOCK_BYTES).try_mul(units)?,
+            Bytes(SAVE_NAME_BYTES).try_mul(names)?,
+            Bytes(SAVE_SLOT_BYTES + 8 * groups).try_mul(slots)?,
+            Bytes(chain + 4 * seq_len + 8 * groups + SAVE_FIXED_BYTES),
+        ];
+        Ok(terms.into_iter().try_fold(Bytes::ZERO, Bytes::try_add)?)
     }
 
     /// Namespaces that can be told apart at once.

@@ -28,6 +28,16 @@ impl BlockStore {
         self.lists.heads().flat_map(|head| self.list(head, self.cached))
     }
 
+    /// The cached blocks, last to be evicted first: a parent before its children.
+    pub(crate) fn cached_from_youngest(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let older = |block: &u32| {
+            let prev = self.records[*block as usize].prev;
+            (prev != NO_BLOCK).then_some(prev)
+        };
+        let of_class = move |tail| std::iter::successors(Some(tail), older);
+        self.lists.tails().flat_map(of_class).map(BlockId)
+    }
+
     /// Follows `next` from `head`, at most one step further than `expected`, so that a broken
     /// list cannot run for ever.
     fn list(&self, head: u32, expected: u32) -> impl Iterator<Item = BlockId> + '_ {

@@ -304,6 +304,17 @@ impl BlockStore {
         Ok(())
     }
 
+    /// As [`BlockStore::park`], but the block becomes the oldest cached one of its class.
+    ///
+    /// # Errors
+    /// As [`BlockStore::park`].
+    pub(crate) fn park_oldest(&mut self, block: BlockId) -> Result<(), CacheError> {
+        self.park(block)?;
+        self.lists.unlink(&mut self.records, block.0);
+        self.lists.push_oldest(&mut self.records, block.0);
+        Ok(())
+    }
+
     /// Drops a reference of a block that others may hold; the last one parks it if `keep`, and
     /// frees it otherwise. Says whether it was the last.
     pub(crate) fn give_up(&mut self, block: BlockId, keep: bool) -> Result<bool, CacheError> {

@@ -53,6 +53,20 @@ impl ClassLists {
         self.link(records, block);
     }
 
+    /// Puts a block at the old end of its class.
+    pub(super) fn push_oldest(&mut self, records: &mut [Record], block: u32) {
+        let class = records[block as usize].class;
+        let younger = self.oldest[usize::from(class)];
+        records[block as usize].prev = NO_BLOCK;
+        records[block as usize].next = younger;
+        self.link(records, block);
+    }
+
+    /// The youngest block of each class that is not empty, highest class first.
+    pub(super) fn tails(&self) -> impl Iterator<Item = u32> + '_ {
+        self.youngest.iter().rev().copied().filter(|block| *block != NO_BLOCK)
+    }
+
     /// Takes a block out. Its own links stay as they are, so that [`ClassLists::link`] can put it
     /// back where it was, as long as every later change of the lists is undone first.
     #[inline]

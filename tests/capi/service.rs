@@ -39,7 +39,10 @@ impl Service {
             .unwrap();
         let mut line = String::new();
         let mut out = BufReader::with_capacity(1, child.stdout.as_mut().unwrap());
-        out.read_line(&mut line).unwrap();
+        while !line.starts_with("serving") {
+            line.clear();
+            assert!(out.read_line(&mut line).unwrap() > 0, "it has ended");
+        }
         let port = |from: &str| {
             let (_, rest) = line.split_once(from).unwrap_or_else(|| panic!("{line:?}"));
             rest.chars().take_while(char::is_ascii_digit).collect()
@@ -153,6 +156,53 @@ fn the_service_ends_cleanly_in_the_middle() {
         Some(said.contains("refused 1 SHUTTING_DOWN"))
     });
     assert!(told.filter(|told| *told).count() > 0, "{summary}");
+}
+
+/// A service that starts again finds what it had; a file that is none of its own does not stop it.
+#[test]
+fn the_service_starts_warm() {
+    let Some((program, _)) = programs() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("prefixes");
+    let file = path.display().to_string();
+    // Prompt tokens, and how many of them were found.
+    let serve = |arguments: &[&str]| {
+        let service = Service::start(&program, arguments);
+        let mut stream = TcpStream::connect(format!("127.0.0.1:{}", service.port)).unwrap();
+        let mut answers = BufReader::new(stream.try_clone().unwrap());
+        let mut said = String::new();
+        for n in 1..=4_u32 {
+            let prompt: String = (0..100).map(|token| format!(" {}", 10 * n + token)).collect();
+            stream.write_all(format!("generate {n} 5{prompt}\n").as_bytes()).unwrap();
+            let mut line = String::new();
+            while !line.starts_with("done") {
+                line.clear();
+                assert!(answers.read_line(&mut line).unwrap() > 0, "no answer");
+                said += &line;
+            }
+        }
+        drop((stream, answers));
+        let summary = service.end();
+        (said, number(&summary, "prompt tokens"), number(&summary, "of which reused"), summary)
+    };
+    let save = ["--save", file.as_str()];
+    let (cold_said, tokens, cold, summary) = serve(&save);
+    assert!(number(&summary, "saved") >= 4 * 96, "{summary}");
+    assert_eq!((tokens, cold), (400, 0), "{summary}");
+    let (warm_said, _, warm, summary) = serve(&save);
+    assert_eq!(warm, 4 * 96, "{summary}");
+    assert_eq!(warm_said, cold_said, "the same answers");
+    // Other blocks.
+    let other = [&save[..], &["--set", "cache.tokens_per_block=32"]].concat();
+    let (other_said, _, found, summary) = serve(&other);
+    assert_eq!(found, 4 * 96, "{summary}");
+    assert_eq!(other_said, cold_said, "the same answers");
+    let (.., nothing, _) = serve(&[]);
+    assert_eq!(nothing, 0);
+    std::fs::write(&path, "no save").unwrap();
+    let (_, _, found, summary) = serve(&save);
+    assert_eq!(found, 0, "{summary}");
+    assert!(number(&summary, "saved") >= 4 * 96, "{summary}");
 }
 
 #[test]

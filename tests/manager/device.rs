@@ -238,6 +238,12 @@ impl Device for TestDevice {
         Ok(())
     }
 
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.check(offset, bytes.len() as u64)?;
+        self.push(Work::Write(vec![(offset, bytes.to_vec())]));
+        Ok(())
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
         self.check(offset, out.len() as u64)?;
         let mut memory = self.memory.borrow_mut();

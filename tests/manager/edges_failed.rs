@@ -52,12 +52,19 @@ impl Device for Failing {
         self.inner.fill(offset, len, byte)
     }
 
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        if self.fails.load(Relaxed) {
+            return Err(DeviceError::BadLayout);
+        }
+        self.inner.write(offset, bytes)
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
         self.inner.read(offset, out)
     }
 }
 
-fn failing(spec: &Spec) -> (Cache, Arc<AtomicBool>) {
+pub(super) fn failing(spec: &Spec) -> (Cache, Arc<AtomicBool>) {
     let plan: Plan = spec.plan();
     let fails = Arc::new(AtomicBool::new(false));
     let device = Failing { inner: NullDevice::open(&plan), fails: Arc::clone(&fails) };

@@ -29,5 +29,8 @@ mod hash;
 mod probes;
 mod random;
 mod rig;
+mod saved;
+mod saved_files;
+mod saved_random;
 
 mod text;

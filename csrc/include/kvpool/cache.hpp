@@ -293,6 +293,35 @@ public:
         return detail::result(kvpool_cache_clear_cached(held_));
     }
 
+    // ------------------------------------------------------------ Save and restore
+
+    // Everything that is cached for reuse, into a file that replaces the one of that name when it is whole.
+    Result<Saved> save_prefixes(const char* path, const SaveOptions& options = {}) const noexcept {
+        const kvpool_save_options_t c = options.c();
+        Saved out = {};
+        return detail::result(kvpool_cache_save_prefixes(held_, path, &c, KVPOOL_OUT(out)), out);
+    }
+    // Evicts nothing; what has no room is dropped.
+    Result<Restored> restore_prefixes(const char* path, const RestoreOptions& options = {}) noexcept {
+        const kvpool_restore_options_t c = options.c();
+        Restored out = {};
+        return detail::result(kvpool_cache_restore_prefixes(held_, path, &c, KVPOOL_OUT(out)), out);
+    }
+    Result<Saved> save_sequence(SeqId id, const char* path, const SaveOptions& options = {}) const noexcept {
+        const kvpool_save_options_t c = options.c();
+        Saved out = {};
+        return detail::result(kvpool_cache_save_sequence(held_, id.c(), path, &c, KVPOOL_OUT(out)), out);
+    }
+    // With all its tokens in the cache: cached_len of them.
+    Result<Begun> restore_sequence(const char* path, const RestoreOptions& options = {}) noexcept {
+        const kvpool_restore_options_t c_options = options.c();
+        kvpool_begun_t c = {};
+        if (kvpool_cache_restore_sequence(held_, path, &c_options, KVPOOL_OUT(c)) != KVPOOL_OK) {
+            return Error::last();
+        }
+        return begun(c);
+    }
+
     // ------------------------------------------------------------ Events
 
     // each(const Event&) for the events since the last call. What it throws is thrown on when the call is

@@ -136,7 +136,12 @@ enum class Status : int32_t {
     key_too_long = KVPOOL_KEY_TOO_LONG,
 
     device = KVPOOL_DEVICE,
-    wrong_memory = KVPOOL_WRONG_MEMORY
+    wrong_memory = KVPOOL_WRONG_MEMORY,
+
+    save_io = KVPOOL_SAVE_IO,
+    save_under_way = KVPOOL_SAVE_UNDER_WAY,
+    save_damaged = KVPOOL_SAVE_DAMAGED,
+    save_mismatch = KVPOOL_SAVE_MISMATCH
 };
 
 // Its name in kvpool.h, such as "KVPOOL_NOT_ADMITTED".

@@ -141,6 +141,8 @@ using SeqInfo = kvpool_seq_info_t;
 using Probe = kvpool_probe_t;
 using Estimate = kvpool_estimate_t;
 using Stats = kvpool_stats_t;
+using Saved = kvpool_saved_t;
+using Restored = kvpool_restored_t;
 using BatchSeq = kvpool_batch_seq_t;
 
 struct GroupStats : kvpool_group_stats_t {
@@ -222,6 +224,27 @@ public:
 private:
     uint64_t number_ = 0;
     bool is_some_ = false;
+};
+
+// How a save is made.
+struct SaveOptions {
+    KeyPart model = {};          // what computes K and V: a restore must give the same
+    bool unsalted_only = false;  // leaves out what has a salt
+
+    kvpool_save_options_t c() const noexcept {
+        return {sizeof(kvpool_save_options_t), unsalted_only ? 1u : 0u, 0, model.c()};
+    }
+};
+
+// How it is restored. Of a sequence: its key, and the tokens that it may come to; 0 = its old limit.
+struct RestoreOptions {
+    KeyPart model = {};
+    Key key = {};
+    uint32_t max_len = 0;
+
+    kvpool_restore_options_t c() const noexcept {
+        return {sizeof(kvpool_restore_options_t), key.number(), key.is_some() ? 1u : 0u, max_len, model.c()};
+    }
 };
 
 // The ranges of a sequence, at most KVPOOL_MAX_RETENTIONS: copied, so that the braces they come in may go.

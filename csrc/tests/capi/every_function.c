@@ -411,6 +411,64 @@ static void prefixes(kvpool_cache_t cache) {
     check_empty(cache);
 }
 
+/* A file in the folder for temporary files, of this process alone. */
+static const char* temporary(const char* name) {
+    static char path[512];
+    const char* folder = getenv("TMPDIR");
+    snprintf(path, sizeof(path), "%s/kvpool-%s-%p", folder != NULL ? folder : "/tmp", name, (void*)path);
+    return path;
+}
+
+static void saves(kvpool_cache_t cache) {
+    uint32_t prompt[20];
+    for (uint32_t i = 0; i < 20; ++i) prompt[i] = 700 + i;
+    kvpool_begun_t begun, again;
+    OK(kvpool_cache_begin(cache, prompt, 20, NULL, KVPOOL_OUT(begun)));
+    for (uint32_t from = 0; from < 20; from += 5) check_step(cache, begun.sequence, prompt + from, 5);
+    const char* path = temporary("save");
+    kvpool_save_options_t save = KVPOOL_SAVE_OPTIONS_INIT;
+    kvpool_restore_options_t restore = KVPOOL_RESTORE_OPTIONS_INIT;
+    save.model.kind = restore.model.kind = KVPOOL_KEY_IS_NUMBER;
+    save.model.number = restore.model.number = 12;
+    kvpool_saved_t saved;
+    OK(kvpool_cache_save_sequence(cache, begun.sequence, path, &save, KVPOOL_OUT(saved)));
+    CHECK(saved.size == sizeof(saved) && saved.tokens == 20 && saved.blocks == 3 && saved.bytes > 20);
+    EXPECT(KVPOOL_SAVE_MISMATCH, kvpool_cache_restore_sequence(cache, path, NULL, KVPOOL_OUT(again)));
+    restore.key = 6;
+    restore.has_key = 1;
+    restore.max_len = 30;
+    OK(kvpool_cache_restore_sequence(cache, path, &restore, KVPOOL_OUT(again)));
+    CHECK(again.cached_len == 20 && again.limit == 30);
+    float old[KV_HEADS * HEAD_DIM], now[KV_HEADS * HEAD_DIM];
+    OK(kvpool_cache_export(cache, begun.sequence, 0, KVPOOL_V, 19, 20, old, KV_HEADS * HEAD_DIM));
+    OK(kvpool_cache_export(cache, again.sequence, 0, KVPOOL_V, 19, 20, now, KV_HEADS * HEAD_DIM));
+    CHECK(memcmp(old, now, sizeof(old)) == 0);
+    EXPECT(KVPOOL_DUPLICATE_KEY, kvpool_cache_restore_sequence(cache, path, &restore, KVPOOL_OUT(again)));
+    OK(kvpool_cache_release(cache, again.sequence));
+    OK(kvpool_cache_release(cache, begun.sequence));
+
+    save.unsalted_only = 1;
+    OK(kvpool_cache_save_prefixes(cache, path, &save, KVPOOL_OUT(saved)));
+    CHECK(saved.tokens >= 16);
+    OK(kvpool_cache_clear_cached(cache));
+    kvpool_restored_t restored;
+    OK(kvpool_cache_restore_prefixes(cache, path, &restore, KVPOOL_OUT(restored)));
+    CHECK(restored.size == sizeof(restored) && restored.file_tokens == saved.tokens);
+    CHECK(restored.blocks >= 2 && restored.blocks_present == 0 && restored.dropped_tokens == 0);
+    kvpool_probe_t probe;
+    OK(kvpool_cache_probe(cache, prompt, 20, NULL, KVPOOL_OUT(probe)));
+    CHECK(probe.cached_len >= 16 && restored.slots >= 1);
+    EXPECT(KVPOOL_SAVE_IO, kvpool_cache_save_prefixes(cache, "/no/such/folder/x", NULL, KVPOOL_OUT(saved)));
+    EXPECT(KVPOOL_SAVE_IO,
+           kvpool_cache_restore_prefixes(cache, "/no/such/file", NULL, KVPOOL_OUT(restored)));
+    FILE* file = fopen(path, "r+b");
+    CHECK(file != NULL && fseek(file, -20, SEEK_END) == 0 && fputc(77, file) == 77 && fclose(file) == 0);
+    EXPECT(KVPOOL_SAVE_DAMAGED,
+           kvpool_cache_restore_prefixes(cache, path, &restore, KVPOOL_OUT(restored)));
+    CHECK(KVPOOL_SAVE_UNDER_WAY != KVPOOL_SAVE_IO && remove(path) == 0);
+    check_empty(cache);
+}
+
 /* Constants that no path above takes. */
 static void constants(void) {
     const int all[] = {KVPOOL_FORMAT_F16,
@@ -446,6 +504,7 @@ int main(void) {
     steps(cache);
     admission(cache);
     prefixes(cache);
+    saves(cache);
     OK(kvpool_cache_close(cache));
     EXPECT(KVPOOL_STALE_HANDLE, kvpool_cache_check(cache));
     printf("ok\n");

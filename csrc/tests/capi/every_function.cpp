@@ -298,6 +298,35 @@ void prefixes(kvpool::Cache& cache) {
     CHECK(cache.digest().value() != 0 && cache.check().ok());
 }
 
+void saves(kvpool::Cache& cache) {
+    const char* folder = std::getenv("TMPDIR");
+    const std::string path = std::string(folder != nullptr ? folder : "/tmp") + "/kvpool-cpp-" +
+                             std::to_string(reinterpret_cast<uintptr_t>(&cache)) + "-" +
+                             std::to_string(reinterpret_cast<uintptr_t>(&leaks));
+    const std::vector<uint32_t> prompt = tokens(700, 20);
+    auto sequence = cache.begin(prompt).value().sequence;
+    for (uint32_t from = 0; from < 20; from += 5) check_step(cache.c(), sequence.c(), &prompt[from], 5);
+    kvpool::SaveOptions save;
+    kvpool::RestoreOptions restore;
+    save.model = restore.model = "weights";
+    CHECK(cache.save_sequence(sequence, path.c_str(), save)->tokens == 20);
+    CHECK(cache.restore_sequence(path.c_str()).status() == Status::save_mismatch);
+    restore.key = 8;
+    restore.max_len = 30;
+    {
+        const auto again = cache.restore_sequence(path.c_str(), restore).value();
+        CHECK(again.cached_len == 20 && again.limit == 30 && again.sequence.info()->len == 20);
+    }
+    CHECK(sequence.release().ok());
+    save.unsalted_only = true;
+    const kvpool::Saved saved = cache.save_prefixes(path.c_str(), save).value();
+    CHECK(cache.clear_cached().ok() && cache.probe(prompt)->cached_len == 0);
+    const kvpool::Restored restored = cache.restore_prefixes(path.c_str(), restore).value();
+    CHECK(restored.file_tokens == saved.tokens && cache.probe(prompt)->cached_len >= 16);
+    CHECK(cache.restore_prefixes("/no/such/file").status() == Status::save_io);
+    CHECK(std::remove(path.c_str()) == 0);
+}
+
 // What ends while it cannot go goes as soon as it can, and what never can is told.
 void ending(kvpool::Cache& cache) {
     kvpool::set_leak_handler([](const kvpool::Leak& leak) {
@@ -389,6 +418,7 @@ int main() {
     preemption();
     CHECK(cache.reset().ok());
     prefixes(cache);
+    saves(cache);
     ending(cache);
     keys(cache);
     taking_over();

@@ -60,6 +60,17 @@ static void null_looking(void) {
     NULL_POINTER(kvpool_cache_get_device(cache, NULL, sizeof(kvpool_device_info_t)));
     NULL_POINTER(kvpool_cache_get_pool(cache, NULL, &bytes));
     NULL_POINTER(kvpool_cache_get_pool(cache, &base, NULL));
+    kvpool_saved_t saved;
+    kvpool_restored_t restored;
+    kvpool_begun_t begun;
+    NULL_POINTER(kvpool_cache_save_prefixes(cache, NULL, NULL, KVPOOL_OUT(saved)));
+    NULL_POINTER(kvpool_cache_save_prefixes(cache, "x", NULL, NULL, sizeof(saved)));
+    NULL_POINTER(kvpool_cache_restore_prefixes(cache, NULL, NULL, KVPOOL_OUT(restored)));
+    NULL_POINTER(kvpool_cache_restore_prefixes(cache, "x", NULL, NULL, sizeof(restored)));
+    NULL_POINTER(kvpool_cache_save_sequence(cache, seq, NULL, NULL, KVPOOL_OUT(saved)));
+    NULL_POINTER(kvpool_cache_save_sequence(cache, seq, "x", NULL, NULL, sizeof(saved)));
+    NULL_POINTER(kvpool_cache_restore_sequence(cache, NULL, NULL, KVPOOL_OUT(begun)));
+    NULL_POINTER(kvpool_cache_restore_sequence(cache, "x", NULL, NULL, sizeof(begun)));
     NULL_POINTER(kvpool_cache_dlpack(cache, 0, KVPOOL_K, NULL));
     NULL_POINTER(kvpool_cache_stats(cache, NULL, sizeof(kvpool_stats_t)));
     NULL_POINTER(kvpool_cache_group_stats(cache, 0, NULL, sizeof(kvpool_group_stats_t)));
@@ -263,6 +274,22 @@ static void sizes_of_options(void) {
     }
 }
 
+static void sizes_of_saves(void) {
+    kvpool_saved_t saved;
+    kvpool_restored_t restored;
+    kvpool_save_options_t save = KVPOOL_SAVE_OPTIONS_INIT;
+    kvpool_restore_options_t restore = KVPOOL_RESTORE_OPTIONS_INIT;
+    const size_t sizes[] = {0, sizeof(save) - 1, sizeof(save) + 24, SIZE_MAX};
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i) {
+        save.size = restore.size = sizes[i];
+        EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_prefixes(cache, "x", &save, KVPOOL_OUT(saved)));
+        EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_sequence(cache, seq, "x", &save, KVPOOL_OUT(saved)));
+        EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_restore_prefixes(cache, "x", &restore, KVPOOL_OUT(restored)));
+    }
+    EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_prefixes(cache, "x", NULL, &saved, sizeof(saved) - 8));
+    EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_restore_prefixes(cache, "x", NULL, &restored, 0));
+}
+
 static void edge_57_pointers_and_sizes(void) {
     OK(kvpool_config_parse(CHECK_CONFIG, strlen(CHECK_CONFIG), "check.toml", NULL, 0, &config));
     OK(kvpool_plan_new(config, &plan));
@@ -279,6 +306,7 @@ static void edge_57_pointers_and_sizes(void) {
     null_sequences();
     sizes();
     sizes_of_options();
+    sizes_of_saves();
     CHECK(check_digest(cache) == before);
 
     const kvpool_step_item_t item = {seq, 1, 0};

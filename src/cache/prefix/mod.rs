@@ -26,6 +26,7 @@ mod seqlock;
 mod shared;
 mod table;
 
+pub(super) use namespaces::NameWords;
 pub use namespaces::{KeyPart, Namespace};
 use prober::Window;
 pub use prober::{Probe, Prober};
@@ -140,6 +141,21 @@ impl PrefixIndex {
         })
     }
 
+    /// Salt, adapter and model of a namespace in use, and its epoch.
+    pub(super) fn name(&self, id: u32) -> Option<(NameWords, u64)> {
+        self.shared.names.words(id)
+    }
+
+    /// The number of a namespace of the present epoch, with one reference more; `None` when there is
+    /// no room for it.
+    pub(super) fn take_name(&mut self, words: &NameWords) -> Option<u32> {
+        let Self { shared, names, .. } = self;
+        let mut key = [0; namespaces::WORDS];
+        key[..words.len()].copy_from_slice(words);
+        key[words.len()] = shared.epoch.load(Relaxed);
+        shared.version.write(|| names.take(&shared.names, &key))
+    }
+
     /// One reference more to a sequence's namespaces.
     pub(super) fn add_keys(&mut self, keys: &ChainKeys) {
         self.names.add(keys.first);
@@ -152,7 +168,8 @@ impl PrefixIndex {
         self.drop_name(keys.first);
     }
 
-    fn drop_name(&mut self, id: u32) {
+    /// One reference less to a namespace; 0 is none.
+    pub(super) fn drop_name(&mut self, id: u32) {
         let Self { shared, names, .. } = self;
         if names.is_last(id) {
             shared.version.write(|| names.drop(&shared.names, id));

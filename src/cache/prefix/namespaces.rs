@@ -47,6 +47,32 @@ impl KeyPart {
         Ok(Self { words })
     }
 
+    /// The words that stand for it in a file.
+    pub(in crate::cache) const fn words(&self) -> &[u64; 6] {
+        &self.words
+    }
+
+    /// The part that some words stand for: [`None`] inside for an absent one. `None` for words that
+    /// no part has.
+    pub(in crate::cache) fn from_words(words: &[u64; 6]) -> Option<Option<Self>> {
+        if *words == [0; 6] {
+            return Some(None);
+        }
+        let last = words[5] >> 56;
+        let rest = [words[1], words[2], words[3], words[4], words[5] & !(NUMBER << 56)];
+        if last == NUMBER {
+            return (rest == [0; 5]).then_some(Some(Self { words: *words }));
+        }
+        let mut bytes = [0_u8; 48];
+        for (eight, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *eight = word.to_le_bytes();
+        }
+        let len =
+            usize::try_from(last).ok()?.checked_sub(1).filter(|len| *len <= Self::MAX_BYTES)?;
+        let padding = bytes[len..Self::MAX_BYTES].iter();
+        padding.eq(&[0; Self::MAX_BYTES][len..]).then_some(Some(Self { words: *words }))
+    }
+
     /// A number.
     #[must_use]
     pub const fn number(number: u64) -> Self {
@@ -80,14 +106,40 @@ impl Namespace {
     /// The namespace under an epoch, with its salt or without.
     pub(super) fn key(&self, epoch: u64, salted: bool) -> [u64; WORDS] {
         let mut key = [0; WORDS];
-        let parts = [self.salt.filter(|_| salted), self.adapter, self.model];
-        for (words, part) in key.as_chunks_mut::<6>().0.iter_mut().zip(parts) {
-            *words = part.map_or([0; 6], |part| part.words);
-        }
-        key[18] = epoch;
+        key[..WORDS - 1].copy_from_slice(&self.words(salted));
+        key[WORDS - 1] = epoch;
         key
     }
+
+    /// Salt, adapter and model, with the salt or without.
+    pub(in crate::cache) fn words(&self, salted: bool) -> NameWords {
+        let mut all = [0; WORDS - 1];
+        let parts = [self.salt.filter(|_| salted), self.adapter, self.model];
+        for (words, part) in all.as_chunks_mut::<6>().0.iter_mut().zip(parts) {
+            *words = part.map_or([0; 6], |part| part.words);
+        }
+        all
+    }
+
+    /// The namespace of a prompt whose first block is in the one of `first`, and that from
+    /// `salt_from` on in the one of `salted`. `None` for words that no key part has.
+    pub(in crate::cache) fn of_words(
+        first: &NameWords,
+        salted: Option<&NameWords>,
+        salt_from: u32,
+    ) -> Option<Self> {
+        let part = |words: &NameWords, at: usize| KeyPart::from_words(&words.as_chunks().0[at]);
+        Some(Self {
+            salt: part(salted.unwrap_or(first), 0)?,
+            salt_from,
+            adapter: part(first, 1)?,
+            model: part(first, 2)?,
+        })
+    }
 }
+
+/// Words of a namespace without its epoch: salt, adapter, model.
+pub(in crate::cache) type NameWords = [u64; WORDS - 1];
 
 /// The namespaces in use, as readers see them. Ids count from 1.
 #[derive(Debug)]
@@ -131,6 +183,17 @@ impl Namespaces {
         let capacity = u32::try_from(self.roots.len()).unwrap_or(u32::MAX);
         let mut of_tag = self.table.with_tag(hash(key)).filter(|at| *at < capacity);
         of_tag.find(|at| self.same(*at, key)).map(|at| at + 1)
+    }
+
+    /// Salt, adapter and model of an id in use, and its epoch.
+    pub(super) fn words(&self, id: u32) -> Option<(NameWords, u64)> {
+        let start = (id as usize).checked_sub(1)? * WORDS;
+        let key = self.keys.get(start..start + WORDS)?;
+        let mut words = [0; WORDS - 1];
+        for (word, value) in words.iter_mut().zip(key) {
+            *word = value.load(Relaxed);
+        }
+        Some((words, key[WORDS - 1].load(Relaxed)))
     }
 
     /// The list of blocks that begin a chain in a namespace.

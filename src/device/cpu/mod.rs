@@ -213,6 +213,12 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let range = self.memory.range(offset, bytes.len() as u64)?;
+        self.memory.bytes_mut()[range].copy_from_slice(bytes);
+        Ok(())
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
         let range = self.memory.range(offset, out.len() as u64)?;
         out.copy_from_slice(&self.memory.bytes()[range]);

@@ -467,6 +467,17 @@ impl Device for CudaDevice {
         unsafe { cx.fill(to, byte, len, self.stream) }
     }
 
+    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let to = self.pool.range(offset, bytes.len() as u64)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let cx = self.context.enter()?;
+        // SAFETY: it lies in the pool; `bytes` is borrowed until the copy is done, pinned or not.
+        unsafe { cx.upload(to, bytes, self.stream) }?;
+        cx.wait_for_stream(self.stream)
+    }
+
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
         let from = self.pool.range(offset, out.len() as u64)?;
         if out.is_empty() {

@@ -1,0 +1,405 @@
+//! Restoring prefixes into slots of contiguous groups, as if sequences had been released in them.
+//!
+//! Each chain of the file takes one slot that is free and keeps nothing, the youngest first; slots
+//! that keep something are left alone. What a slot has is then as long as its groups need: whole in
+//! layers without a window, and in the others the window behind the last token.
+
+use super::buffer_of;
+use super::format::{Run, Span};
+use super::read::{Entry, Loader, Table};
+use super::write::Source;
+use crate::cache::prefix::{NameWords, Namespace};
+use crate::cache::{Cache, group_idx};
+use crate::error::SaveError;
+use crate::plan::{GroupKind, NO_BLOCK, SAVE_SLOT_BYTES};
+
+/// What a slot will keep.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kept {
+    slot: u32,
+    len: u32,
+    namespace: Namespace,
+}
+
+const _: () = assert!(size_of::<Kept>() as u64 <= SAVE_SLOT_BYTES && size_of::<Span>() == 4);
+
+/// A chain of the file, from its first block to its last.
+#[derive(Debug)]
+struct Chain {
+    /// Places in the table.
+    entries: Vec<u32>,
+    /// What each group has of them. `[entries, num_groups]`
+    spans: Vec<Span>,
+    /// From where on each group has it without a hole. `[num_groups]`
+    holds_from: Vec<u32>,
+}
+
+/// What is staged.
+#[derive(Debug)]
+pub(super) struct SlotStage {
+    kept: Vec<Kept>,
+    /// `[kept, num_groups]`
+    holds_from: Vec<u32>,
+    chain: Chain,
+    /// Tokens of the chain. `[max_seq_len]`
+    ids: Vec<u32>,
+}
+
+impl SlotStage {
+    /// Slots that are staged.
+    pub(super) fn len(&self) -> u64 {
+        self.kept.len() as u64
+    }
+}
+
+impl Cache {
+    /// Room for all slots.
+    pub(super) fn slot_stage(&self, table: &Table) -> Result<SlotStage, SaveError> {
+        let (slots, groups) = (self.plan.seq_slots as usize, self.plan.groups.len());
+        let longest = self.plan.limits.max_seq_len.div_ceil(table.header.block_tokens) as usize + 1;
+        let kept = Kept { slot: 0, len: 0, namespace: Namespace::default() };
+        let mut stage = SlotStage {
+            kept: buffer_of(slots, kept)?,
+            holds_from: buffer_of(slots * groups, 0)?,
+            chain: Chain {
+                entries: buffer_of(longest, 0)?,
+                spans: buffer_of(longest * groups, Span::WHOLE)?,
+                holds_from: buffer_of(groups, 0)?,
+            },
+            ids: buffer_of(self.plan.limits.max_seq_len as usize, 0)?,
+        };
+        stage.kept.clear();
+        stage.holds_from.clear();
+        Ok(stage)
+    }
+
+    /// Writes the chains of the file into slots, as long as there are any.
+    pub(super) fn stage_slots(
+        &mut self,
+        loader: &mut Loader,
+        table: &mut Table,
+        stage: &mut SlotStage,
+    ) -> Result<(), SaveError> {
+        for leaf in 0..table.entries.len() {
+            if table.entries[leaf].has_children {
+                continue;
+            }
+            self.follow(loader, table, leaf, &mut stage.chain)?;
+            let Some(len) = self.usable_len(table, &mut stage.chain) else { continue };
+            let Some(namespace) = self.namespace_of_chain(table, &stage.chain, len) else {
+                continue;
+            };
+            let free = self.seqs.free.iter().rev();
+            let is_empty = |slot: &&u32| {
+                let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[**slot as usize].retained);
+                retained == 0 && stage.kept.iter().all(|kept| kept.slot != **slot)
+            };
+            let slot = free.copied().filter(|slot| is_empty(&slot)).next();
+            self.read_ids(loader, table, &stage.chain, &mut stage.ids[..len as usize])?;
+            // Without a free one it is still to be seen whether another slot has it.
+            if self.is_kept(stage, &namespace, len) {
+                cover_chain(table, &stage.chain, len);
+                continue;
+            }
+            let Some(slot) = slot else { continue };
+            if let Some(reuse) = &mut self.reuse {
+                // Nobody reads the row of a slot that keeps nothing.
+                let ids = &stage.ids[..len as usize];
+                reuse.tokens_mut(slot)[..len as usize].copy_from_slice(ids);
+            }
+            self.write_chain(loader, table, &stage.chain, slot, len)?;
+            cover_chain(table, &stage.chain, len);
+            stage.kept.push(Kept { slot, len, namespace });
+            stage.holds_from.extend_from_slice(&stage.chain.holds_from);
+        }
+        Ok(())
+    }
+
+    /// Collects the blocks of a chain, and what the groups have of them.
+    fn follow(
+        &self,
+        loader: &mut Loader,
+        table: &Table,
+        leaf: usize,
+        chain: &mut Chain,
+    ) -> Result<(), SaveError> {
+        chain.entries.clear();
+        let mut at = u32::try_from(leaf).unwrap_or(NO_BLOCK);
+        while let Some(entry) = table.entries.get(at as usize) {
+            if entry.start < self.plan.limits.max_seq_len {
+                chain.entries.push(at);
+            }
+            at = entry.parent;
+        }
+        chain.entries.reverse();
+        chain.spans.clear();
+        for at in &chain.entries {
+            let entry = table.entries[*at as usize];
+            let block = loader.block(&entry, table.header.block_tokens)?;
+            for group in &self.plan.groups {
+                // The layers of a group agree, in a file of ours; if not, what all of them have.
+                let spans = group.layers.iter().map(|layer| block.span(layer.index()));
+                let common = spans.reduce(|a, b| match (a, b) {
+                    (Span::WHOLE, other) | (other, Span::WHOLE) => other,
+                    _ => Span { head: a.head.min(b.head), from: a.from.max(b.from) },
+                });
+                chain.spans.push(common.unwrap_or(Span::WHOLE));
+            }
+        }
+        Ok(())
+    }
+
+    /// The longest part of a chain that every contiguous group can give, and from where on they
+    /// have it.
+    fn usable_len(&self, table: &Table, chain: &mut Chain) -> Option<u32> {
+        let groups = self.plan.groups.len();
+        let end_of = |entry: &Entry| (entry.start + entry.tokens).min(self.plan.limits.max_seq_len);
+        // Without a window: whole from the first token on.
+        let mut blocks = chain.entries.len();
+        for (at, spans) in chain.spans.chunks_exact(groups).enumerate() {
+            let whole = self.contiguous(false).all(|group| spans[group] == Span::WHOLE);
+            if !whole {
+                blocks = at;
+                break;
+            }
+        }
+        while blocks > 0 {
+            let last = table.entries[chain.entries[blocks - 1] as usize];
+            let len = end_of(&last);
+            chain.holds_from.fill(0);
+            let fits = self.contiguous(true).all(|group| {
+                let from = self.holds_from(table, chain, blocks, group);
+                chain.holds_from[group] = from;
+                let sinks = self.plan.groups[group].layout.sink_tokens.min(len);
+                let kept_from = self.plan.keep_from(group_idx(group), len);
+                from <= kept_from && (from == 0 || self.has_head(table, chain, group, sinks))
+            });
+            if fits {
+                return Some(len);
+            }
+            blocks -= 1;
+        }
+        None
+    }
+
+    /// The contiguous groups with a window, or those without.
+    fn contiguous(&self, windowed: bool) -> impl Iterator<Item = usize> + '_ {
+        let groups = self.plan.groups.iter().enumerate();
+        groups
+            .filter(move |(_, layers)| {
+                layers.kind == GroupKind::Contiguous && layers.window.is_some() == windowed
+            })
+            .map(|(group, _)| group)
+    }
+
+    /// The first token from which on a group has the first blocks of a chain without a hole.
+    fn holds_from(&self, table: &Table, chain: &Chain, blocks: usize, group: usize) -> u32 {
+        let groups = self.plan.groups.len();
+        let mut from = u32::MAX;
+        for at in (0..blocks).rev() {
+            let entry = &table.entries[chain.entries[at] as usize];
+            let span = chain.spans[at * groups + group];
+            if span.is_empty(entry.tokens) || u32::from(span.from) >= entry.tokens {
+                break;
+            }
+            from = entry.start + u32::from(span.from);
+            if span.from > 0 {
+                break;
+            }
+        }
+        from
+    }
+
+    /// Whether a group has the first tokens of a chain.
+    fn has_head(&self, table: &Table, chain: &Chain, group: usize, tokens: u32) -> bool {
+        let groups = self.plan.groups.len();
+        chain.entries.iter().zip(chain.spans.chunks_exact(groups)).all(|(entry, spans)| {
+            let entry = &table.entries[*entry as usize];
+            let range = 0..tokens.saturating_sub(entry.start).min(entry.tokens);
+            range.is_empty() || spans[group].covers(&range)
+        })
+    }
+
+    /// The namespace of a prompt that finds the first tokens of a chain.
+    fn namespace_of_chain(&self, table: &Table, chain: &Chain, len: u32) -> Option<Namespace> {
+        let words = |entry: &Entry| -> Option<&NameWords> {
+            table.names.get((entry.name as usize).checked_sub(1)?)
+        };
+        let entries = chain.entries.iter().map(|at| &table.entries[*at as usize]);
+        let mut named = entries.filter(|entry| entry.name != 0 && entry.start < len);
+        let first = named.next()?;
+        let salted = named.last();
+        Namespace::of_words(
+            words(first)?,
+            match salted {
+                Some(entry) => Some(words(entry)?),
+                None => None,
+            },
+            salted.map_or(0, |entry| entry.start),
+        )
+    }
+
+    /// Whether a slot, alive, released or staged, gives the first tokens of a chain already.
+    fn is_kept(&self, stage: &SlotStage, namespace: &Namespace, len: u32) -> bool {
+        let ids = &stage.ids[..len as usize];
+        if self.find_donor(ids, namespace, len).is_some_and(|donor| donor.len == len) {
+            return true;
+        }
+        let Some(reuse) = &self.reuse else { return false };
+        stage.kept.iter().any(|kept| {
+            kept.len >= len
+                && kept.namespace == *namespace
+                && reuse.tokens(kept.slot)[..len as usize] == *ids
+        })
+    }
+
+    /// Reads the first tokens of a chain. `ids`: as many as are wanted.
+    fn read_ids(
+        &self,
+        loader: &mut Loader,
+        table: &Table,
+        chain: &Chain,
+        ids: &mut [u32],
+    ) -> Result<(), SaveError> {
+        for at in &chain.entries {
+            let entry = table.entries[*at as usize];
+            let block = loader.block(&entry, table.header.block_tokens)?;
+            let out = ids.iter_mut().skip(entry.start as usize);
+            for (token, id) in (0..entry.tokens).zip(out) {
+                *id = block.id(token);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes K, V and scales of a chain's first tokens into a slot's contiguous groups.
+    fn write_chain(
+        &mut self,
+        loader: &mut Loader,
+        table: &Table,
+        chain: &Chain,
+        slot: u32,
+        len: u32,
+    ) -> Result<(), SaveError> {
+        for at in &chain.entries {
+            let entry = table.entries[*at as usize];
+            if entry.start >= len {
+                break;
+            }
+            let limit = len - entry.start;
+            let block = loader.block(&entry, table.header.block_tokens)?;
+            self.write_row(&block, &entry, slot, limit, &|cache, group| {
+                let layers = &cache.plan.groups[group];
+                if layers.kind != GroupKind::Contiguous {
+                    return None;
+                }
+                // What a ring cannot keep of them is overwritten by what follows.
+                let lost = match layers.layout.ring_tokens {
+                    0 => 0,
+                    ring => len.saturating_sub(ring),
+                };
+                Some((layers.layout.sink_tokens, lost.max(chain.holds_from[group])))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Writes a block of the file into a slot's row, as far as the slot keeps it: of the groups that
+    /// `keeps` names, what lies below its first position and from its second on.
+    pub(super) fn write_row(
+        &mut self,
+        block: &super::read::Block<'_>,
+        entry: &Entry,
+        slot: u32,
+        limit: u32,
+        keeps: &dyn Fn(&Self, usize) -> Option<(u32, u32)>,
+    ) -> Result<(), SaveError> {
+        let tokens = entry.tokens.min(limit);
+        for (layer, span, bytes) in block.layers() {
+            let place = self.plan.layers[layer];
+            let group = place.group.index();
+            let Some((head, from)) = keeps(self, group) else { continue };
+            let kept = Span::new(entry.start, tokens, head, from);
+            for part in kept.parts(&(0..tokens)) {
+                for part in span.parts(&part) {
+                    let mut runs = RunList::default();
+                    self.each_run(group, Source::Row(slot), entry.start, part, &mut |run| {
+                        runs.push(run);
+                        Ok(())
+                    })?;
+                    let Self { plan, pool, .. } = &mut *self;
+                    let layout = &plan.groups[group].layout;
+                    for run in runs.iter() {
+                        block.shape().each_piece(
+                            layout,
+                            place.index,
+                            run,
+                            entry.tokens,
+                            &mut |offset, range| Ok(pool.device.write(offset, &bytes[range])?),
+                        )?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what was written into slots be found.
+    pub(super) fn commit_slots(&mut self, stage: &SlotStage) {
+        let (groups, count) = (self.plan.groups.len(), stage.len());
+        let Some(reuse) = &mut self.reuse else { return };
+        // They were released before every other.
+        for share in reuse.seqs.iter_mut().filter(|share| share.released > 0) {
+            share.released += count;
+        }
+        reuse.releases += count;
+        for (at, kept) in stage.kept.iter().enumerate() {
+            let Kept { slot, len, namespace } = *kept;
+            let share = &mut reuse.seqs[slot as usize];
+            share.retained = len;
+            share.released = count - at as u64;
+            let name = &mut reuse.names[slot as usize];
+            name.namespace = namespace;
+            name.epoch = reuse.epoch;
+            self.seqs.record_mut(slot).written = len;
+            for group in 0..groups {
+                self.seqs.state_mut(slot, group).holds_from = stage.holds_from[at * groups + group];
+            }
+        }
+    }
+}
+
+/// The runs of a block in a row: at most one for each token.
+#[derive(Debug)]
+struct RunList {
+    runs: [Option<Run>; crate::config::MAX_TOKENS_PER_BLOCK as usize],
+    len: usize,
+}
+
+impl Default for RunList {
+    fn default() -> Self {
+        Self { runs: [None; crate::config::MAX_TOKENS_PER_BLOCK as usize], len: 0 }
+    }
+}
+
+impl RunList {
+    fn push(&mut self, run: Run) {
+        if let Some(place) = self.runs.get_mut(self.len) {
+            *place = Some(run);
+            self.len += 1;
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = Run> + '_ {
+        self.runs.iter().flatten().copied()
+    }
+}
+
+/// Notes that the first tokens of a chain are here.
+fn cover_chain(table: &mut Table, chain: &Chain, len: u32) {
+    for at in &chain.entries {
+        let of = &mut table.entries[*at as usize];
+        let covered = len.saturating_sub(of.start).min(of.tokens);
+        of.covered = of.covered.max(u16::try_from(covered).unwrap_or(u16::MAX));
+    }
+}
