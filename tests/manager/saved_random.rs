@@ -132,7 +132,9 @@ fn edge_54_random_states_come_back_in_other_plans() {
                 && from.tokens_per_block == to.tokens_per_block
                 && from.max_rewind_tokens >= to.max_rewind_tokens;
             if alike && seed % 2 == 0 && restored.dropped_tokens == 0 {
-                assert_eq!(x, y, "{what}");
+                // A shorter rewind needs less of the windows, so that more may be found.
+                assert!(y >= x, "{what}: {y} instead of {x}");
+                assert!(x == y || from.max_rewind_tokens > to.max_rewind_tokens, "{what}");
                 same += 1;
             }
             found += u64::from(y);

@@ -193,7 +193,7 @@ pub(super) fn read_header(plan: &Plan, bytes: &[u8]) -> Result<Header, SaveError
         }
     }
     let block_tokens = get32(bytes, 48);
-    if !block_tokens.is_power_of_two() || block_tokens > MAX_TOKENS_PER_BLOCK || block_tokens < 2 {
+    if !block_tokens.is_power_of_two() || !(2..=MAX_TOKENS_PER_BLOCK).contains(&block_tokens) {
         return Err(damaged("an impossible number of tokens of a block"));
     }
     let unsalted_only = match get32(bytes, 52) {

@@ -389,7 +389,7 @@ fn read_header(reader: &mut Reader) -> Result<Vec<u8>, SaveError> {
     }
     let len = format::get32(&bytes, 12) as usize;
     let bad = SaveError::Damaged { at: 0, problem: "an impossible length of the header" };
-    if len < format::FIXED + format::CHECKSUM || len > format::MAX_HEADER {
+    if !(format::FIXED + format::CHECKSUM..=format::MAX_HEADER).contains(&len) {
         return Err(bad);
     }
     if len as u64 > reader.len() {

@@ -13,6 +13,9 @@ use crate::cache::{Cache, group_idx};
 use crate::error::SaveError;
 use crate::plan::{GroupKind, NO_BLOCK, SAVE_SLOT_BYTES};
 
+/// Which positions a row keeps in a group: those below the first, and from the second on.
+pub(super) type Keeps<'a> = &'a dyn Fn(&Cache, usize) -> Option<(u32, u32)>;
+
 /// What a slot will keep.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kept {
@@ -90,11 +93,11 @@ impl Cache {
                 continue;
             };
             let free = self.seqs.free.iter().rev();
-            let is_empty = |slot: &&u32| {
-                let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[**slot as usize].retained);
-                retained == 0 && stage.kept.iter().all(|kept| kept.slot != **slot)
+            let is_empty = |slot: &u32| {
+                let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[*slot as usize].retained);
+                retained == 0 && stage.kept.iter().all(|kept| kept.slot != *slot)
             };
-            let slot = free.copied().filter(|slot| is_empty(&slot)).next();
+            let slot = free.copied().find(is_empty);
             self.read_ids(loader, table, &stage.chain, &mut stage.ids[..len as usize])?;
             // Without a free one it is still to be seen whether another slot has it.
             if self.is_kept(stage, &namespace, len) {
@@ -228,7 +231,7 @@ impl Cache {
         let entries = chain.entries.iter().map(|at| &table.entries[*at as usize]);
         let mut named = entries.filter(|entry| entry.name != 0 && entry.start < len);
         let first = named.next()?;
-        let salted = named.last();
+        let salted = named.next_back();
         Namespace::of_words(
             words(first)?,
             match salted {
@@ -312,7 +315,7 @@ impl Cache {
         entry: &Entry,
         slot: u32,
         limit: u32,
-        keeps: &dyn Fn(&Self, usize) -> Option<(u32, u32)>,
+        keeps: Keeps<'_>,
     ) -> Result<(), SaveError> {
         let tokens = entry.tokens.min(limit);
         for (layer, span, bytes) in block.layers() {
