@@ -15,6 +15,7 @@ fn save_options(
     given: *const kvpool_save_options_t,
 ) -> Result<SaveOptions, Failure> {
     let Some(given) = caller.options("options", given)? else { return Ok(SaveOptions::default()) };
+    Caller::unused("options", given.reserved)?;
     Ok(SaveOptions {
         model: key_part(caller, "the model", &given.model)?,
         unsalted_only: given.unsalted_only != 0,
