@@ -1,13 +1,17 @@
 //! `report.html`: one file with its style and its pictures inside, for light, dark and paper.
 
 mod chart;
-mod sections;
+mod curves;
+mod memory;
+mod number;
+mod overview;
 
 use std::fmt::Write as _;
 
 use chart::escaped;
+use number::{percent, trimmed};
 
-use super::replay::{Replay, Replayed, VariantResult};
+use super::replay::{Replay, Replayed, VariantResult, WorkloadSummary};
 use crate::units::{counted, grouped};
 
 /// The page's style.
@@ -24,24 +28,65 @@ pub(super) fn html(report: &Replay) -> String {
             Replayed::Failed(_) => None,
         })
         .collect();
-    let mut page = format!(
+    let mut page = head("KV-cache variants compared");
+    facts(&mut page, &report.workload, &runs);
+    page.push_str(&overview::in_short(&runs));
+    page.push_str(&overview::table(&runs));
+    missing(&mut page, report);
+    page.push_str(&memory::bars(&runs));
+    page.push_str(&curves::pool_size(&runs, report.workload.ceiling_hit_rate));
+    page.push_str(&curves::block_size(&runs));
+    page.push_str(&curves::latency(&runs));
+    page.push_str(&memory::over_time(&runs));
+    page.push_str(&memory::fragmentation(&runs));
+    page.push_str(&memory::pictures(&runs));
+    page.push_str(&overview::details(&runs));
+    let note = "The same file and workload give the same numbers on every machine.";
+    foot(&mut page, &report.config, &report.version, note);
+    page
+}
+
+/// The beginning of a page.
+fn head(title: &str) -> String {
+    format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \
-         content=\"width=device-width, initial-scale=1\"><title>kvpool compare</title><style>{STYLE}</style>\
-         </head><body><main><h1>KV-cache variants compared</h1>"
-    );
-    let workload = &report.workload;
+         content=\"width=device-width, initial-scale=1\"><title>kvpool: {title}</title><style>{STYLE}</style>\
+         </head><body><main><h1>{title}</h1>"
+    )
+}
+
+/// The end of a page: the settings, and the version.
+fn foot(page: &mut String, config: &str, version: &str, note: &str) {
     // Writing to a String cannot fail, here and in the other files of this folder.
+    let _ = writeln!(
+        page,
+        "<h2>Settings</h2><pre>{}</pre><footer>kvpool {}. {note}</footer></main></body></html>",
+        escaped(config.trim_end()),
+        escaped(version)
+    );
+}
+
+/// What was replayed.
+fn facts(page: &mut String, workload: &WorkloadSummary, runs: &[&VariantResult]) {
     let _ = write!(
         page,
-        "<p class=\"facts\">{}, {} of prompts and {} of outputs; the last arrives after {:.0} s, the longest has \
-         {}. A cache that forgets nothing hits {:.1} % of the prompts' tokens. Times are simulated from the \
-         file's cost model; bytes are those of the planned pool.</p>",
+        "<p>{}: {} of prompts, {} of outputs, the longest {} in all",
         counted(workload.requests, "request"),
         counted(workload.prompt_tokens, "token"),
         grouped(workload.output_tokens),
-        workload.last_arrival_s,
-        counted(workload.longest_tokens, "token"),
-        100.0 * workload.ceiling_hit_rate
+        grouped(workload.longest_tokens)
+    );
+    if workload.last_arrival_s > 0.0 {
+        let _ = write!(page, "; the last arrives after {} s", trimmed(workload.last_arrival_s));
+    } else {
+        page.push_str("; all are there at the start");
+    }
+    if workload.ceiling_hit_rate > 0.0 && runs.iter().any(|run| run.prefix_reuse) {
+        let rate = percent(workload.ceiling_hit_rate);
+        let _ = write!(page, ". A cache that forgets nothing finds {rate} of the prompts’ tokens");
+    }
+    page.push_str(
+        ". Times are simulated from the file’s cost model; bytes are those of the planned pool.</p>",
     );
     if workload.damaged_lines > 0 {
         let _ = write!(
@@ -51,14 +96,25 @@ pub(super) fn html(report: &Replay) -> String {
             escaped(workload.first_damaged.as_deref().unwrap_or_default())
         );
     }
-    page.push_str(&sections::table(&runs));
+}
+
+/// Variants that could not run, or have not yet; and what is not as it must be.
+fn missing(page: &mut String, report: &Replay) {
     for run in &report.runs {
-        if let Replayed::Failed(failed) = run {
-            let _ =
-                write!(page, "<p class=\"failed\">not replayed: {}</p>", escaped(&failed.error));
+        match run {
+            Replayed::Failed(failed) => {
+                let error = escaped(&failed.error);
+                let _ = write!(page, "<p class=\"failed\">not replayed: {error}</p>");
+            }
+            Replayed::Done(run) => {
+                for problem in run.first_refusal.iter().chain(&run.problems) {
+                    let (name, problem) = (escaped(&run.variant), escaped(problem));
+                    let _ = write!(page, "<p class=\"failed\">{name}: {problem}</p>");
+                }
+            }
         }
     }
-    if runs.len() < report.variants - (report.runs.len() - runs.len()).min(report.variants) {
+    if report.runs.len() < report.variants {
         let _ = write!(
             page,
             "<p class=\"failed\">{} of {} here: the others were interrupted or are in other shards.</p>",
@@ -66,19 +122,6 @@ pub(super) fn html(report: &Replay) -> String {
             counted(report.variants as u64, "variant")
         );
     }
-    page.push_str(&sections::memory(&runs));
-    page.push_str(&sections::latency(&runs));
-    page.push_str(&sections::block_size(&runs));
-    page.push_str(&sections::hit_rate(&runs, workload.ceiling_hit_rate));
-    page.push_str(&sections::pictures(&runs));
-    let _ = writeln!(
-        page,
-        "<h2>Settings</h2><pre>{}</pre><footer>kvpool {}. The same file and workload give the same numbers on \
-         every machine.</footer></main></body></html>",
-        escaped(&report.config),
-        escaped(&report.version)
-    );
-    page
 }
 
 #[cfg(test)]
@@ -131,7 +174,7 @@ mod tests {
         };
         let page = html(&report);
         assert!(page.contains("&lt;v1&gt;") && !page.contains("<v1>"));
-        for outside in ["http:", "https:", "src=", "@import", "url(", "<script"] {
+        for outside in ["http:", "https:", "src=", "@import", "url(", "<script", "<link"] {
             assert!(!page.contains(outside), "{outside}");
         }
         assert!(!page.contains("NaN") && !page.contains("inf"), "a number is missing");
