@@ -46,22 +46,18 @@ fn compare_writes_a_report_resumes_and_merges() {
     assert!(bad(&["merge", &at("whole"), &at("1")], 2).contains("is in two shards"));
     assert!(bad(&["merge", &at("none")], 2).contains("has no results.json"));
     assert!(bad(&with(&["--shard", "3/2"]), 2).contains("expected K/N"));
-    let computes = bad(&["compare", "configs/quickstart.toml"], 2);
-    assert!(
-        computes.contains("computes attention") && computes.contains("kvpool run"),
-        "{computes}"
-    );
     // `run` replays such a file, too.
     let ran = good(&["run", job[1], job[2], job[3], "--json"]);
     assert_eq!(ran, written("whole", "results.json"));
 }
 
-#[test]
-fn an_interrupted_compare_keeps_what_is_complete() {
+/// Interrupts a job soon after it began: what is complete is written. `None` when it was faster.
+fn interrupted(job: &[&str]) -> Option<Value> {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().to_str().expect("UTF-8");
-    let job = ["compare", "configs/claims/d-block-size.toml", "--out", out];
-    let child = command(&job).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
+    let words = [job, &["--out", out]].concat();
+    let child =
+        command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
     // The first thing that is done is a file in the folder, which goes away again.
     std::thread::sleep(std::time::Duration::from_millis(300));
     let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
@@ -69,13 +65,147 @@ fn an_interrupted_compare_keeps_what_is_complete() {
     let output = child.wait_with_output().expect("ends");
     if output.status.code() == Some(0) {
         println!("skipped: it was faster than the signal");
-        return;
+        return None;
     }
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("interrupted: "), "{}", text(&output.stderr));
     let results = std::fs::read_to_string(folder.path().join("results.json")).expect("written");
-    let document: Value = serde_json::from_str(&results).expect("JSON");
-    assert!(document["runs"].as_array().expect("runs").len() < 10);
+    Some(serde_json::from_str(&results).expect("JSON"))
+}
+
+#[test]
+fn an_interrupted_compare_keeps_what_is_complete() {
+    for (job, variants) in [
+        (&["compare", "configs/claims/d-block-size.toml"][..], 10),
+        (&["compare", "configs/quickstart.toml", "--set", "device.kernel=portable"], 6),
+    ] {
+        if let Some(document) = interrupted(job) {
+            assert!(document["runs"].as_array().expect("runs").len() < variants);
+            assert_eq!(document["variants"], variants);
+        }
+    }
+}
+
+/// A job of six variants that computes, cut down to a few requests.
+const COMPUTED: [&str; 8] = [
+    "compare",
+    "configs/quickstart.toml",
+    "--set",
+    "workload.requests=6",
+    "--set",
+    "workload.check_samples=4",
+    "--set",
+    "device.kernel=portable",
+];
+
+#[test]
+fn compare_measures_modes_side_by_side() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let with = |more: &[&str]| -> Vec<String> {
+        COMPUTED.iter().chain(more).map(|word| (*word).to_owned()).collect()
+    };
+    let run = |more: &[&str]| {
+        let words = with(more);
+        good(&words.iter().map(String::as_str).collect::<Vec<_>>())
+    };
+    let out = run(&["--out", &at("whole")]);
+    assert!(out.lines().take(12).all(|line| line.chars().count() <= 100), "{out}");
+    for words in ["hybrid-int8", "equal outputs, bit for bit (f16)", "int8: 12 outputs compared"] {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+    let written = |name: &str, file: &str| {
+        std::fs::read_to_string(Path::new(&at(name)).join(file)).expect("written")
+    };
+    let page = written("whole", "report.html");
+    assert!(page.contains("prefers-color-scheme") && page.contains("largest error"));
+    assert!(!page.contains("http") && !page.contains("NaN"));
+    // Shards, resumed and merged: the same variants and outputs, with times of their own.
+    for shard in ["1/2", "2/2"] {
+        run(&["--shard", shard, "--out", &at(&shard[..1])]);
+    }
+    let merged = good(&["merge", &at("1"), &at("2"), "--json"]);
+    let resumed = run(&["--resume", "--out", &at("1"), "--json"]);
+    let read = |text: &str| serde_json::from_str::<Value>(text).expect("JSON");
+    let (whole, merged, resumed) =
+        (read(&written("whole", "results.json")), read(&merged), read(&resumed));
+    for other in [&merged, &resumed] {
+        assert_eq!(other["comparisons"], whole["comparisons"]);
+        for (own, run) in other["runs"]
+            .as_array()
+            .expect("runs")
+            .iter()
+            .zip(whole["runs"].as_array().expect("runs"))
+        {
+            for key in
+                ["variant", "index", "fingerprint", "output_checksum", "max_abs_error", "steps"]
+            {
+                assert_eq!(own[key], run[key], "{key}");
+            }
+        }
+    }
+    assert_eq!(resumed["runs"][0], merged["runs"][0], "what is done is not done again");
+    assert!(bad(&["merge", &at("1"), &at("2")], 2).contains("is in two shards"));
+}
+
+#[test]
+fn prompts_in_openais_form_are_a_workload() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("batch.jsonl");
+    let tokens: Vec<u32> = (0..300).collect();
+    let line = |id: u32| {
+        format!(
+            "{{\"custom_id\": \"{id}\", \"method\": \"POST\", \"url\": \"/v1/completions\", \"body\": {{\"prompt\": \
+             {:?}, \"max_tokens\": 8}}}}\n",
+            &tokens[..tokens.len() - id as usize]
+        )
+    };
+    let lines: String = (0..8).map(line).chain(["{\"prompt\": 3}\n".to_owned()]).collect();
+    std::fs::write(&path, lines).expect("written");
+    let set = format!("workload.path={}", path.display());
+    let job = |more: &[&str]| -> Vec<String> {
+        let words = [
+            "compare",
+            "configs/openai-batch.toml",
+            "--set",
+            &set,
+            "--set",
+            "workload.tokenizer=",
+            "--set",
+            "workload.arrivals=",
+            "--set",
+            "workload.requests_per_s=",
+        ];
+        words.iter().chain(more).map(|word| (*word).to_owned()).collect()
+    };
+    let words = job(&[]);
+    let error = bad(&words.iter().map(String::as_str).collect::<Vec<_>>(), 1);
+    assert!(
+        error.contains("batch.jsonl:9: ") && error.contains("expected {\"messages\""),
+        "{error}"
+    );
+    let words = job(&["--set", "workload.skip_damaged_lines=true", "--json"]);
+    let output = kvpool(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let document: Value = serde_json::from_str(&text(&output.stdout)).expect("JSON");
+    assert_eq!(document["workload"]["requests"], 8);
+    assert_eq!(document["workload"]["damaged_lines"], 1);
+    // Each prompt is the one before it without its last token, so its whole runs were there.
+    assert!(document["workload"]["ceiling_hit_rate"].as_f64().expect("a number") > 0.8);
+}
+
+#[test]
+fn costs_are_measured_in_a_form_that_a_file_takes() {
+    let out = good(&["bench", "cost", "configs/quickstart.toml"]);
+    let table = &out[out.find("[cost]").expect("a table")..];
+    let job = std::fs::read_to_string("configs/claims/a-bytes.toml").expect("there");
+    let (before, rest) = job.split_once("[cost]").expect("a table");
+    let config =
+        Config::new(&format!("{before}{table}{}", &rest[rest.find("[[sweep]]").expect("one")..]));
+    good(&["compare", config.path().to_str().expect("UTF-8")]);
+    let json = good(&["bench", "cost", "configs/quickstart.toml", "--json"]);
+    let document: Value = serde_json::from_str(&json).expect("JSON");
+    assert!(document["bandwidth"].as_f64().expect("a number") > 1e7);
 }
 
 #[test]
@@ -85,6 +215,7 @@ fn recommend_prints_a_file_that_can_be_run() {
     for words in ["# kvpool recommend: ", "# Best: ", "# The runners-up", "\n[cache]\n"] {
         assert!(out.contains(words), "{words}: {out}");
     }
+    assert!(out.contains("# INT8 would hold") && out.contains("--formats f16,int8"), "{out}");
     let config = Config::new(&out);
     let ran = good(&["run", config.path().to_str().expect("UTF-8"), "--json"]);
     let document: Value = serde_json::from_str(&ran).expect("JSON");

@@ -245,6 +245,91 @@ fn think_time_passes_and_conversations_wait() {
 }
 
 #[test]
+fn other_answers_are_forks_that_share_their_prompt() {
+    let answers = "
+    [workload]
+    kind = 'generator'
+    compute = 'none'
+    seed = 3
+    requests = 80
+    answers = { dist = 'uniform', min = 1, max = 4 }
+    prompt_tokens = { dist = 'uniform', min = 20, max = 90 }
+    output_tokens = { dist = 'uniform', min = 1, max = 60 }
+    arrivals = 'poisson'
+    requests_per_s = 100.0
+    ";
+    let large = VARIANTS.replace("['budget:400 KiB', 'budget:2 MiB']", "['budget:2 MiB']");
+    let model = MODEL.replace("tokens_per_block = 8", "prefix_reuse = false, tokens_per_block = 8");
+    let report = run(&source(&[&model, answers, &large]));
+    assert!(problems(&report).is_empty(), "{:?}", problems(&report));
+    for run in done(&report) {
+        let name = &run.variant;
+        assert_eq!(run.requests_completed, 80, "{name}");
+        if name.starts_with("dynamic") {
+            assert_eq!((run.forks, run.prefix_hit_tokens), (0, 0), "{name}");
+            continue;
+        }
+        assert!(run.forks > 20, "{name}: {}", run.forks);
+        // A prompt is computed once for all that were forked from it.
+        assert!(run.prefix_hit_tokens >= 20 * run.forks, "{name}");
+        assert_eq!(
+            run.computed_tokens,
+            run.prompt_tokens + run.output_tokens - run.prefix_hit_tokens,
+            "{name}"
+        );
+        // Of a block that is shared each fork has a copy before it writes, and no more; of a slot all
+        // is copied at once.
+        let block = 8 * run.bytes_per_token;
+        assert!(run.copied_bytes > 0, "{name}");
+        if name.starts_with("paged") {
+            assert!(run.copied_bytes <= 2 * block * run.forks, "{name}: {}", run.copied_bytes);
+        }
+    }
+}
+
+#[test]
+fn edge_33_rates_are_0_for_nothing_and_never_above_the_ceiling() {
+    // Every prompt is the same: all but the first are found, up to their last token.
+    let same = CHAT.replace("'fixed', value = 30", "'fixed', value = 80").replace(
+        "{ dist = 'lognormal', median = 30, sigma = 0.8, min = 1, max = 90 }",
+        "{ dist = 'fixed', value = 1 }",
+    );
+    let same = same.replace("num_shared_prefixes = 2", "num_shared_prefixes = 1");
+    let variants = "
+    [[variant]]
+    name = 'on'
+    [[variant]]
+    name = 'off'
+    prefix_reuse = false
+    [[variant]]
+    name = 'one-block-more'
+    capacity = 'tokens:160'
+    ";
+    let report = run(&source(&[MODEL, &same, variants]));
+    let [on, off, tight] = done(&report)[..] else { panic!("three") };
+    assert!(on.hit_rate > 0.9 && on.hit_rate <= on.ceiling_hit_rate, "{}", on.hit_rate);
+    assert_eq!((off.hit_rate, off.prefix_hit_tokens), (0.0, 0));
+    assert!(tight.hit_rate <= tight.ceiling_hit_rate && tight.requests_completed == 60);
+    // Nothing was admitted: nothing hit, nothing used, and no rate is a fraction of nothing.
+    let none = "variant = [{ name = 'none', capacity = 'tokens:64' }]";
+    let report = run(&source(&[none, MODEL, &same]));
+    let none = done(&report)[0];
+    assert_eq!((none.requests_completed, none.hit_rate, none.utilization), (0, 0.0, 0.0));
+    assert!(!json(&report).contains("null,\n  \"hit_rate\"") && none.requests_per_s == 0.0);
+}
+
+#[test]
+fn dynamic_allocation_comes_to_free_gigabytes_without_a_piece_of_one() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/claims/b-fragmentation.toml");
+    let report = run(&load(&path, &["workload.requests=2500".to_owned()]).expect("there"));
+    let [dynamic, paged] = done(&report)[..] else { panic!("two") };
+    assert!(dynamic.free_without_1gb_run > 20_000_000_000, "{}", dynamic.free_without_1gb_run);
+    assert!(dynamic.alloc_failures_with_room > 50, "{}", dynamic.alloc_failures_with_room);
+    assert_eq!((paged.alloc_failures, paged.free_without_1gb_run), (0, 0));
+    assert!(paged.mean_running > dynamic.mean_running);
+}
+
+#[test]
 fn the_claims_can_be_replayed() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/claims");
     let mut count = 0;

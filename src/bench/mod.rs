@@ -8,9 +8,11 @@
 
 mod attention;
 pub mod capi;
+pub mod cost;
 mod dram;
 mod error;
 pub mod manager;
+pub mod on_demand;
 
 pub use attention::{Operation, Session, Shape, Variant, shapes};
 pub use dram::read_gbps;

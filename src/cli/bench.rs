@@ -15,7 +15,7 @@ use crate::config::{CacheMode, Format, KernelChoice};
 
 /// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
-#[command(subcommand_value_name = "decode|append|prefill|manager|capi")]
+#[command(subcommand_value_name = "decode|append|prefill|manager|capi|cost|on-demand")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: What,
@@ -40,6 +40,10 @@ enum What {
     Manager(ManagerArgs),
     /// Measure the C interface beside the Rust API: reserve and commit of 256 sequences
     Capi(ManagerArgs),
+    /// Measure a file's [cost] on this machine, and print it as TOML
+    Cost(super::File),
+    /// Measure steps over memory that is there beside steps that allocate it: time, page faults
+    OnDemand(super::File),
     /// Measure how fast the model of model.file reads and writes, and how much of that is attention
     #[cfg(feature = "model")]
     Model(super::speed::SpeedArgs),
@@ -103,6 +107,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         What::Prefill(kernels) => run_kernels(args, kernels, Operation::Prefill),
         What::Manager(manager) => run_manager(args, manager),
         What::Capi(options) => run_capi(args, options.quick),
+        What::Cost(file) => super::costs::cost(file, args.json),
+        What::OnDemand(file) => super::costs::on_demand(file, args.json),
         #[cfg(feature = "model")]
         What::Model(speed) => super::speed::run(speed, args.json),
     }

@@ -1,4 +1,4 @@
-//! `kvpool compare`, and `kvpool run` of a job that computes nothing.
+//! `kvpool compare` of a job that is replayed, and `kvpool run` of such a job.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{CliError, Shard, print, table, text_of};
-use crate::config::Source;
+use crate::config::{Compute, Source, WorkloadConfig};
 use crate::job::replay::{
     Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, WorkloadSummary, replay,
 };
@@ -17,7 +17,7 @@ use crate::job::{self, replay_output as output};
 use crate::units::{Bytes, counted, grouped};
 
 /// The width of the table.
-const WIDTH: u16 = 100;
+pub(super) const WIDTH: u16 = 100;
 
 /// What the command line asks for beside the file.
 #[derive(Debug, Default)]
@@ -29,10 +29,14 @@ pub(super) struct Options<'a> {
 }
 
 /// Set when the user has pressed Ctrl-C.
-static STOP: AtomicBool = AtomicBool::new(false);
+pub(super) static STOP: AtomicBool = AtomicBool::new(false);
 
-/// Replays the job of a file, prints what came out and writes it where it is wanted.
+/// Runs the job of a file, prints what came out and writes it where it is wanted.
 pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
+    let computes = |workload: &WorkloadConfig| workload.compute == Compute::Attention;
+    if source.config.workload.as_ref().is_some_and(computes) {
+        return super::compare_computed::run(source, options);
+    }
     if let Some(folder) = options.out {
         // Before the work, not after it.
         job::prepare(folder)?;
@@ -41,8 +45,7 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
         (true, Some(folder)) => output::read(folder)?.map_or_else(Vec::new, |before| before.runs),
         _ => Vec::new(),
     };
-    // Where signals cannot be caught, the default ends the program.
-    let _ = ctrlc::set_handler(|| STOP.store(true, std::sync::atomic::Ordering::Relaxed));
+    catch_signals();
     let shard = options.shard.map(|shard| (shard.part, shard.of));
     let asked = ReplayOptions { shard, done: &done, stop: Some(&STOP) };
     let report = match Bars::new() {
@@ -54,6 +57,12 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
         None => replay(source, &asked, &job::Silent)?,
     };
     show(&report, options)
+}
+
+/// Lets Ctrl-C and a request to end set [`STOP`].
+pub(super) fn catch_signals() {
+    // Where signals cannot be caught, the default ends the program.
+    let _ = ctrlc::set_handler(|| STOP.store(true, std::sync::atomic::Ordering::Relaxed));
 }
 
 /// Prints a report, writes its files, and says what is missing or wrong.
@@ -82,21 +91,20 @@ pub(super) fn show(report: &Replay, options: &Options<'_>) -> Result<(), CliErro
         }
     }
     let mut problems = output::problems(report);
-    let missing = expected(report, options.shard).saturating_sub(report.runs.len());
-    if missing > 0 {
-        problems.push(format!(
-            "interrupted: {} of {} not replayed; run it again with --out DIR --resume",
-            missing,
-            counted(expected(report, options.shard) as u64, "variant")
-        ));
-    }
+    problems.extend(interrupted(report.variants, report.runs.len(), options.shard));
     if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
 }
 
-/// How many variants the report should have.
-fn expected(report: &Replay, shard: Option<Shard>) -> usize {
-    let Some(Shard { part, of }) = shard else { return report.variants };
-    (0..report.variants).filter(|index| index % of == part - 1).count()
+/// Says how many of a job's variants are missing.
+pub(super) fn interrupted(variants: usize, done: usize, shard: Option<Shard>) -> Option<String> {
+    let expected = shard.map_or(variants, |Shard { part, of }| {
+        (0..variants).filter(|index| index % of == part - 1).count()
+    });
+    let missing = expected.saturating_sub(done);
+    (missing > 0).then(|| {
+        let all = counted(expected as u64, "variant");
+        format!("interrupted: {missing} of {all} not run; run it again with --out DIR --resume")
+    })
 }
 
 fn done(report: &Replay) -> impl Iterator<Item = &VariantResult> {
@@ -180,6 +188,13 @@ fn note(run: &VariantResult) -> Option<String> {
     if run.preemptions > 0 {
         notes.push(counted(run.preemptions, "preemption"));
     }
+    if run.forks > 0 {
+        notes.push(format!(
+            "{} forked, {} copied within the pool",
+            counted(run.forks, "answer"),
+            short(run.copied_bytes)
+        ));
+    }
     if run.alloc_failures > 0 {
         notes.push(format!(
             "{} waited for a run of memory, {} of them with enough free in pieces (at worst {} free, \
@@ -189,16 +204,22 @@ fn note(run: &VariantResult) -> Option<String> {
             short(run.worst_free_bytes),
             short(run.worst_largest_run)
         ));
+        if run.free_without_1gb_run > 0 {
+            notes.push(format!(
+                "{} were free at most while no piece had 1 GB",
+                short(run.free_without_1gb_run)
+            ));
+        }
     }
     (!notes.is_empty()).then(|| notes.join("; "))
 }
 
-fn percent(part: f64) -> String {
+pub(super) fn percent(part: f64) -> String {
     format!("{:.1} %", 100.0 * part)
 }
 
 /// A number to three digits or so.
-fn figure(number: f64) -> String {
+pub(super) fn figure(number: f64) -> String {
     match number {
         n if n >= 100.0 => format!("{n:.0}"),
         n if n >= 10.0 => format!("{n:.1}"),
@@ -211,7 +232,7 @@ fn seconds(seconds: f64) -> String {
 }
 
 /// Bytes to four digits or so.
-fn short(bytes: u64) -> String {
+pub(super) fn short(bytes: u64) -> String {
     for (unit, name) in [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
     {
         if bytes >= unit {
@@ -222,7 +243,7 @@ fn short(bytes: u64) -> String {
     Bytes(bytes).human()
 }
 
-fn whole(number: f64) -> u64 {
+pub(super) fn whole(number: f64) -> u64 {
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,

@@ -19,6 +19,8 @@
 
 mod bench;
 mod compare;
+mod compare_computed;
+mod costs;
 mod doctor;
 #[cfg(feature = "model")]
 mod generate;
@@ -41,7 +43,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::bench::{BenchError, capi::CrossingError, manager::ManagerError};
 use crate::config::{self, Compute, Format, Source, WorkloadConfig};
 use crate::error::{ConfigError, JobError, OpenError, PlanError};
-use crate::job::replay_output;
+use crate::job::{computed, replay_output};
 
 /// A static pooled KV cache: plan it, run a job through it.
 #[derive(Debug, Parser)]
@@ -286,18 +288,27 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
 
 /// Reads the results of shards and shows them as one.
 fn merge(shards: &[PathBuf], json: bool, out: Option<&Path>) -> Result<(), CliError> {
-    let mut reports = Vec::new();
-    for folder in shards {
-        match replay_output::read(folder)? {
-            Some(report) => reports.push(report),
-            None => {
-                let problem = format!("{} has no results.json", folder.display());
-                return Err(JobError::Merge { problem }.into());
-            }
-        }
+    let options = compare::Options { json, out, ..Default::default() };
+    if shards.iter().any(|folder| computed::is_in(folder)) {
+        let whole = computed::merge(read_all(shards, computed::read)?)?;
+        return compare_computed::show(&whole, &options);
     }
-    let whole = replay_output::merge(reports)?;
-    compare::show(&whole, &compare::Options { json, out, ..Default::default() })
+    let whole = replay_output::merge(read_all(shards, replay_output::read)?)?;
+    compare::show(&whole, &options)
+}
+
+/// Reads the results of every shard.
+fn read_all<T>(
+    shards: &[PathBuf],
+    read: fn(&Path) -> Result<Option<T>, JobError>,
+) -> Result<Vec<T>, CliError> {
+    let one = |folder: &PathBuf| {
+        read(folder)?.ok_or_else(|| {
+            let problem = format!("{} has no results.json", folder.display());
+            JobError::Merge { problem }.into()
+        })
+    };
+    shards.iter().map(one).collect()
 }
 
 fn print_config(source: &Source) -> Result<(), CliError> {

@@ -9,8 +9,8 @@ use crate::job::recommend::{Recommendation, recommend, score};
 use crate::job::replay::VariantResult;
 use crate::units::{Bytes, grouped};
 
-/// Runners-up that are named.
-const RUNNERS_UP: usize = 8;
+/// Runners-up that are named for being next.
+const NEXT: usize = 4;
 
 /// Replays the candidates, and prints the best as a file with its reasons.
 pub(super) fn run(source: &Source, formats: &[Format]) -> Result<(), CliError> {
@@ -18,11 +18,11 @@ pub(super) fn run(source: &Source, formats: &[Format]) -> Result<(), CliError> {
     let formats = if formats.is_empty() { &own } else { formats };
     let found = recommend(source, formats, &Silent)?;
     let settings = toml::to_string_pretty(&found.config).map_err(std::io::Error::other)?;
-    print(&format!("{}\n{settings}", reasons(&found)))
+    print(&format!("{}\n{settings}", reasons(&found, formats)))
 }
 
 /// The reasons, as the comment of the file.
-fn reasons(found: &Recommendation) -> String {
+fn reasons(found: &Recommendation, formats: &[Format]) -> String {
     let Recommendation { best, ranked, smaller, refused, .. } = found;
     let goals = best.goodput_per_s.is_some();
     let measure = if goals { "requests a second within [goals]" } else { "requests a second" };
@@ -45,19 +45,71 @@ fn reasons(found: &Recommendation) -> String {
             Bytes(best.pool_bytes).human()
         );
     }
-    text.push_str("#\n# The runners-up, in the file's capacity:\n");
-    for run in ranked.iter().skip(1).take(RUNNERS_UP) {
+    text.push_str("#\n# The runners-up, in the file's capacity: the nearest, and the best of every other mode and format.\n");
+    for run in runners_up(ranked) {
         let cost = 100.0 * (score(run) / score(top).max(f64::MIN_POSITIVE) - 1.0);
-        let _ = writeln!(text, "#   {cost:+.1} %  {}", sentence(run));
-    }
-    if let Some(last) = ranked.last().filter(|_| ranked.len() > RUNNERS_UP + 1) {
-        let _ = writeln!(text, "#   the last of them: {}", sentence(last));
+        let cost = if cost.abs() < 0.05 { "as many".to_owned() } else { format!("{cost:+.1} %") };
+        let _ = writeln!(text, "#   {cost:>8}  {}", sentence(run));
     }
     for error in refused {
         let _ = writeln!(text, "# Not possible: {error}");
     }
-    text.push_str("#\n# Times are simulated from [cost]; accuracy of INT8 is not: `kvpool run` computes it.\n");
+    text.push_str("#\n");
+    accuracy(&mut text, found, formats);
+    text.push_str("# Times are simulated from [cost].\n");
     text
+}
+
+/// Those that come next, and the best of each mode and format that is not among them.
+fn runners_up(ranked: &[VariantResult]) -> Vec<&VariantResult> {
+    let mut kinds = Vec::new();
+    let mut named = Vec::new();
+    for (place, run) in ranked.iter().enumerate() {
+        let kind = (run.mode, &run.format);
+        let is_new = !kinds.contains(&kind);
+        if is_new {
+            kinds.push(kind);
+        }
+        if place > 0 && (place <= NEXT || is_new) {
+            named.push(run);
+        }
+    }
+    named
+}
+
+/// What formats cost in accuracy, measured where INT8 may be chosen; and how to allow it where not.
+fn accuracy(text: &mut String, found: &Recommendation, formats: &[Format]) {
+    if !formats.contains(&Format::Int8) {
+        let own: Vec<&str> = formats.iter().map(|format| format.name()).collect();
+        let _ = writeln!(
+            text,
+            "# INT8 would hold nearly twice the tokens of f16 and costs accuracy, so it is not chosen unasked: \
+             --formats {},int8 allows it.",
+            own.join(",")
+        );
+        return;
+    }
+    if found.errors.is_empty() {
+        text.push_str("# Every candidate is INT8; configs/int8.toml shows how to measure what that costs in accuracy.\n");
+        return;
+    }
+    text.push_str("# Accuracy, measured here: one layer with these heads, 480 tokens of values of about ±4, outputs\n# compared with attention in f64.\n");
+    for error in &found.errors {
+        let _ = writeln!(
+            text,
+            "#   {}: the largest error of {} outputs is {:.1e}",
+            error.format,
+            grouped(error.outputs),
+            error.max_abs_error
+        );
+    }
+    let other = found.ranked.iter().find(|run| !run.format.starts_with("int8"));
+    if found.best.format.starts_with("int8")
+        && let Some(other) = other
+    {
+        let cost = 100.0 * (score(other) / score(&found.ranked[0]).max(f64::MIN_POSITIVE) - 1.0);
+        let _ = writeln!(text, "# The best without INT8 ({cost:+.1} %): {}", sentence(other));
+    }
 }
 
 fn sentence(run: &VariantResult) -> String {

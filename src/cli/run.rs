@@ -36,7 +36,7 @@ pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(),
 }
 
 /// What a run leaves out: requests that can never run, the first one's reason and what to change.
-fn warning(run: &Run) -> Option<String> {
+pub(super) fn warning(run: &Run) -> Option<String> {
     let Run::Done(run) = run else { return None };
     let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
     let first = run.first_refusal.as_ref()?;
@@ -51,7 +51,7 @@ fn warning(run: &Run) -> Option<String> {
 
 /// What breaks the promise that nothing is allocated after open. Only the program itself can say
 /// so: elsewhere other threads may allocate.
-fn allocated(run: &Run) -> Option<String> {
+pub(super) fn allocated(run: &Run) -> Option<String> {
     let Run::Done(run) = run else { return None };
     match run.allocations_after_open {
         Some(0) => None,
@@ -179,7 +179,7 @@ fn saved(run: &RunReport) -> String {
 }
 
 /// What computed, each device once.
-fn devices(runs: &[&RunReport]) -> String {
+pub(super) fn devices(runs: &[&RunReport]) -> String {
     let mut devices: Vec<String> = Vec::new();
     for run in runs {
         let device = format!("{} with {}", run.device, counted(run.threads.into(), "thread"));
@@ -223,7 +223,8 @@ fn sentence(run: &RunReport, columns: &[Column]) -> String {
     if run.preemptions > 0 {
         let _ = write!(text, "; {}", counted(run.preemptions, "preemption"));
     }
-    if let Some(why) = run.prefix_reuse_declined.filter(|_| run.repeated_prompt_tokens > 0) {
+    if let Some(why) = run.prefix_reuse_declined.as_ref().filter(|_| run.repeated_prompt_tokens > 0)
+    {
         let _ = write!(text, "; prefixes not shared: {why}");
     }
     if run.prefix_reuse && run.repeated_prompt_tokens > 0 {

@@ -76,15 +76,17 @@ const EXPECTED: &[(&str, &str)] = &[
     ("workload", "expected a table [workload] with kind"),
     (
         "workload.kind",
-        "expected \"generator\", \"azure-csv\", \"mooncake-jsonl\" or \"lengths-csv\"",
+        "expected \"generator\", \"azure-csv\", \"mooncake-jsonl\", \"lengths-csv\" or \"openai-jsonl\"",
     ),
     ("workload.compute", "expected \"attention\" or \"none\""),
     ("workload.seed", "expected a whole number from 0 to 9,223,372,036,854,775,807"),
     ("workload.requests", "expected a whole number from 1 to 10,000,000"),
     ("workload.path", "expected the path of a trace, from the current directory"),
+    ("workload.tokenizer", "expected the path of a tokenizer.json, from the current directory"),
     ("workload.prompt_tokens", super::length::DISTRIBUTIONS),
     ("workload.output_tokens", super::length::DISTRIBUTIONS),
     ("workload.shared_prefix_tokens", super::length::DISTRIBUTIONS),
+    ("workload.answers", super::length::DISTRIBUTIONS),
     ("workload.num_shared_prefixes", "expected a whole number from 1 to 1,000,000"),
     (
         "workload.turns",
@@ -127,10 +129,11 @@ const EXPECTED: &[(&str, &str)] = &[
 ];
 
 /// The keys of the workload whose value is a distribution.
-const DISTRIBUTED: [&str; 8] = [
+const DISTRIBUTED: [&str; 9] = [
     "prompt_tokens",
     "output_tokens",
     "shared_prefix_tokens",
+    "answers",
     "turns",
     "think_ms",
     "tool_calls",
@@ -182,6 +185,7 @@ pub(super) const TABLES: &[&str] = &[
     "workload.prompt_tokens",
     "workload.output_tokens",
     "workload.shared_prefix_tokens",
+    "workload.answers",
     "workload.turns",
     "workload.think_ms",
     "workload.tool_calls",

@@ -56,6 +56,7 @@ named!(
     AzureCsv = "azure-csv",
     MooncakeJsonl = "mooncake-jsonl",
     LengthsCsv = "lengths-csv",
+    OpenaiJsonl = "openai-jsonl",
 );
 named!(
     Arrivals: AtOnce = "at-once",

@@ -31,7 +31,8 @@ pub struct WorkloadConfig {
     /// behind a shared prefix and the earlier turns of its conversation where there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<LengthDistribution>,
-    /// `generator` only: how long outputs are.
+    /// How long outputs are: of a `generator`, and of the requests of an `openai-jsonl` that do not
+    /// say how many tokens they want at most.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<LengthDistribution>,
     /// `generator` only: how long the shared prefixes (system prompts) are. Each request's prompt
@@ -47,6 +48,10 @@ pub struct WorkloadConfig {
     /// the turn before it is done. Without it, every request stands alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turns: Option<LengthDistribution>,
+    /// `generator` with `compute = "none"` only: how many answers each prompt has. All but the first
+    /// are forks of its sequence; each is a request. Without it, one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answers: Option<LengthDistribution>,
     /// How many conversations are open at once: the next one opens when one ends. Without it all
     /// open when they arrive. Only with `turns` or `tool_calls`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,6 +71,10 @@ pub struct WorkloadConfig {
     /// How long a tool takes, in milliseconds of the simulated clock. Only with `tool_calls`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_ms: Option<LengthDistribution>,
+    /// `openai-jsonl` only: the `tokenizer.json` that a model comes with. A relative path starts from
+    /// the current directory. Prompts that are lists of tokens need none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer: Option<PathBuf>,
     /// Traces only: every length of the trace is multiplied by this and rounded up to a whole
     /// token. Above 0, at most 1.
     #[serde(default = "one", skip_serializing_if = "is_one")]
@@ -124,17 +133,8 @@ fn is_default_samples(samples: &u32) -> bool {
     *samples == default_check_samples()
 }
 
-/// The most requests of a job: the list of their lengths is held in memory.
-const MAX_REQUESTS: u32 = 10_000_000;
-
-/// The most shared prefixes: the list of their lengths is held in memory.
-const MAX_SHARED_PREFIXES: u32 = 1_000_000;
-
 /// Tokens of one entry of Mooncake's `hash_ids`.
 const HASH_BLOCK_TOKENS: u32 = 512;
-
-/// The largest factor on the times of a trace, and the most arrivals in a second.
-const MAX_RATE: f64 = 1e6;
 
 /// Where the requests of a workload come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,6 +149,9 @@ pub enum WorkloadKind {
     MooncakeJsonl,
     /// Read from a table of lengths, with or without arrivals.
     LengthsCsv,
+    /// Read from requests in OpenAI's form, a JSON object a line: prompts and chats, alone or as the
+    /// `body` of a batch. The tokens of texts are counted with `tokenizer`.
+    OpenaiJsonl,
 }
 
 /// What a job does with a step.
@@ -218,28 +221,6 @@ pub enum ArrivalUnit {
     DateTime,
 }
 
-/// The keys that belong to some kinds only.
-const OF_KINDS: &[(&str, &[WorkloadKind])] = &[
-    ("path", TRACES),
-    ("length_scale", TRACES),
-    ("skip_damaged_lines", TRACES),
-    ("prompt_tokens", GENERATOR),
-    ("output_tokens", GENERATOR),
-    ("shared_prefix_tokens", GENERATOR),
-    ("num_shared_prefixes", GENERATOR),
-    ("turns", GENERATOR),
-    ("max_open_conversations", GENERATOR),
-    ("think_ms", GENERATOR),
-    ("tool_calls", GENERATOR),
-    ("tool_tokens", GENERATOR),
-    ("tool_ms", GENERATOR),
-    ("columns", &[WorkloadKind::LengthsCsv]),
-    ("hash_block_tokens", &[WorkloadKind::MooncakeJsonl]),
-];
-const GENERATOR: &[WorkloadKind] = &[WorkloadKind::Generator];
-const TRACES: &[WorkloadKind] =
-    &[WorkloadKind::AzureCsv, WorkloadKind::MooncakeJsonl, WorkloadKind::LengthsCsv];
-
 impl WorkloadConfig {
     /// A workload of a kind with every other key at its default.
     #[must_use]
@@ -254,12 +235,14 @@ impl WorkloadConfig {
             output_tokens: None,
             shared_prefix_tokens: None,
             num_shared_prefixes: None,
+            answers: None,
             turns: None,
             max_open_conversations: None,
             think_ms: None,
             tool_calls: None,
             tool_tokens: None,
             tool_ms: None,
+            tokenizer: None,
             length_scale: one(),
             arrivals: Arrivals::default(),
             time_scale: one(),
@@ -284,204 +267,8 @@ impl WorkloadConfig {
         let scaled = (tokens * self.length_scale) as u32;
         scaled.max(1)
     }
-
-    /// Refuses keys that are missing, out of range, of another kind, or that mean nothing beside
-    /// the others. `given` says whether the file has a key: even a default is refused where it
-    /// means nothing.
-    pub(super) fn check(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
-        self.check_kind(given)?;
-        self.check_sharing()?;
-        self.check_arrivals(given)?;
-        self.check_compute(given)?;
-        self.check_columns()?;
-        if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
-            return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
-        }
-        if !(self.length_scale > 0.0 && self.length_scale <= 1.0) {
-            let problem = format!("{} is out of range", self.length_scale);
-            return Err(Complaint::new("workload.length_scale", problem));
-        }
-        self.check_hash_block()
-    }
-
-    /// Refuses keys that the kind needs and that are missing, and those of another kind.
-    fn check_kind(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
-        let kind = self.kind.name();
-        for (key, kinds) in OF_KINDS {
-            let key = format!("workload.{key}");
-            if given(&key) && !kinds.contains(&self.kind) {
-                return Err(Complaint::with_help(
-                    key,
-                    format!("does not belong to workload.kind = {kind:?}"),
-                    "remove it, or change workload.kind",
-                ));
-            }
-        }
-        let needed: &[_] = if self.kind == WorkloadKind::Generator {
-            &[
-                ("workload.requests", self.requests.is_some()),
-                ("workload.prompt_tokens", self.prompt_tokens.is_some()),
-                ("workload.output_tokens", self.output_tokens.is_some()),
-            ]
-        } else {
-            &[("workload.path", self.path.is_some())]
-        };
-        if let Some((key, _)) = needed.iter().find(|(_, given)| !given) {
-            let problem = format!("is missing; workload.kind = {kind:?} needs it");
-            return Err(Complaint::new(*key, problem));
-        }
-        Ok(())
-    }
-
-    /// Refuses counts of shared prefixes and conversations that are out of range, or that count
-    /// what the workload does not have.
-    fn check_sharing(&self) -> Result<(), Complaint> {
-        let conversations = self.turns.is_some() || self.tool_calls.is_some();
-        for (key, given, of, of_given) in [
-            (
-                "num_shared_prefixes",
-                self.num_shared_prefixes.is_some(),
-                "shared_prefix_tokens",
-                self.shared_prefix_tokens.is_some(),
-            ),
-            (
-                "max_open_conversations",
-                self.max_open_conversations.is_some(),
-                "turns",
-                conversations,
-            ),
-            ("think_ms", self.think_ms.is_some(), "turns", self.turns.is_some()),
-            ("tool_tokens", self.tool_tokens.is_some(), "tool_calls", self.tool_calls.is_some()),
-            ("tool_ms", self.tool_ms.is_some(), "tool_calls", self.tool_calls.is_some()),
-            ("tool_calls", self.tool_calls.is_some(), "tool_tokens", self.tool_tokens.is_some()),
-        ] {
-            if given && !of_given {
-                return Err(Complaint::with_help(
-                    format!("workload.{key}"),
-                    format!("means nothing without workload.{of}"),
-                    format!("remove it, or give workload.{of}"),
-                ));
-            }
-        }
-        for (key, count, most) in [
-            ("workload.num_shared_prefixes", self.num_shared_prefixes, MAX_SHARED_PREFIXES),
-            ("workload.max_open_conversations", self.max_open_conversations, u32::MAX),
-            ("workload.burst_requests", self.burst_requests, MAX_REQUESTS),
-            ("workload.hash_block_tokens", self.hash_block_tokens, 1 << 20),
-        ] {
-            if let Some(count) = count.filter(|count| !(1..=most).contains(count)) {
-                return Err(Complaint::new(key, format!("{count} is out of range")));
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses settings of another form of arrivals.
-    fn check_arrivals(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
-        let keys: &[&str] = match self.arrivals {
-            Arrivals::AtOnce => &[],
-            Arrivals::Trace => &["time_scale"],
-            Arrivals::Poisson => &["requests_per_s"],
-            Arrivals::Bursts => &["requests_per_s", "burst_requests"],
-        };
-        let name = self.arrivals.name();
-        for own in ["time_scale", "requests_per_s", "burst_requests"] {
-            let key = format!("workload.{own}");
-            let belongs = keys.contains(&own);
-            if given(&key) && !belongs {
-                return Err(Complaint::with_help(
-                    key,
-                    format!("does not belong to workload.arrivals = {name:?}"),
-                    "remove it, or change workload.arrivals",
-                ));
-            }
-            if belongs && own != "time_scale" && !given(&key) {
-                let problem = format!("is missing; workload.arrivals = {name:?} needs it");
-                return Err(Complaint::new(key, problem));
-            }
-        }
-        for (key, rate) in [
-            ("workload.time_scale", Some(self.time_scale)),
-            ("workload.requests_per_s", self.requests_per_s),
-        ] {
-            if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && *rate <= MAX_RATE)) {
-                return Err(Complaint::new(key, format!("{rate} is out of range")));
-            }
-        }
-        if self.arrivals == Arrivals::Trace && self.kind == WorkloadKind::Generator {
-            return Err(Complaint::with_help(
-                "workload.arrivals",
-                "there is no trace with workload.kind = \"generator\"",
-                "use \"at-once\", \"poisson\" or \"bursts\"",
-            ));
-        }
-        Ok(())
-    }
-
-    /// Refuses what needs a clock where there is none, and checks where nothing is computed.
-    fn check_compute(&self, given: &dyn Fn(&str) -> bool) -> Result<(), Complaint> {
-        let timed = [
-            ("workload.arrivals", self.arrivals != Arrivals::AtOnce),
-            ("workload.think_ms", self.think_ms.is_some()),
-            ("workload.tool_ms", self.tool_ms.is_some()),
-        ];
-        match self.compute {
-            Compute::Attention => match timed.iter().find(|(_, given)| *given) {
-                Some((key, _)) => Err(Complaint::with_help(
-                    *key,
-                    "needs a clock, and workload.compute = \"attention\" has none",
-                    "remove it, or give workload.compute = \"none\" and [cost]",
-                )),
-                None => Ok(()),
-            },
-            Compute::None if given("workload.check_samples") => Err(Complaint::with_help(
-                "workload.check_samples",
-                "workload.compute = \"none\" computes nothing that could be checked",
-                "remove it, or remove workload.compute",
-            )),
-            Compute::None => Ok(()),
-        }
-    }
-
-    fn check_columns(&self) -> Result<(), Complaint> {
-        let columns = &self.columns;
-        for (key, name) in [
-            ("prompt", &columns.prompt),
-            ("output", &columns.output),
-            ("arrival", &columns.arrival),
-        ] {
-            if name.as_ref().is_some_and(|name| name.trim().is_empty()) {
-                return Err(Complaint::new(format!("workload.columns.{key}"), "is empty"));
-            }
-        }
-        if columns.arrival.is_some() != columns.arrival_unit.is_some() {
-            let [missing, given] = match columns.arrival {
-                Some(_) => ["arrival_unit", "arrival"],
-                None => ["arrival", "arrival_unit"],
-            };
-            let problem = format!("is missing; workload.columns.{given} needs it");
-            return Err(Complaint::new(format!("workload.columns.{missing}"), problem));
-        }
-        Ok(())
-    }
-
-    /// Blocks of hashed tokens must stay whole when lengths are scaled.
-    fn check_hash_block(&self) -> Result<(), Complaint> {
-        if self.kind != WorkloadKind::MooncakeJsonl {
-            return Ok(());
-        }
-        let tokens = f64::from(self.hash_block_tokens.unwrap_or(HASH_BLOCK_TOKENS));
-        let scaled = tokens * self.length_scale;
-        if scaled >= 1.0 && scaled.fract() == 0.0 {
-            return Ok(());
-        }
-        Err(Complaint::with_help(
-            "workload.length_scale",
-            format!("would make {scaled} tokens of the {tokens} of one hash"),
-            "choose one that gives a whole number, such as 0.25",
-        ))
-    }
 }
 
+mod check;
 #[cfg(test)]
 mod tests;

@@ -66,7 +66,7 @@ pub enum JobError {
         problem: String,
     },
     /// Results of an earlier run.
-    #[error("{}: is no result of a replay: {problem}; remove it, or choose another folder", path.display())]
+    #[error("{}: is no result of `kvpool compare`: {problem}; remove it, or choose another folder", path.display())]
     Results {
         /// The file.
         path: PathBuf,

@@ -36,7 +36,7 @@ fn each_first_turn(requests: &mut [Request], mut at: impl FnMut(u32) -> f64) {
     let mut now = 0;
     let mut index = 0;
     for request in requests {
-        if request.turn == 0 {
+        if request.turn == 0 && !request.is_fork {
             now = nanoseconds(at(index));
             index += 1;
         }

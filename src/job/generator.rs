@@ -6,13 +6,15 @@ use crate::config::{LengthDistribution, WorkloadConfig};
 
 /// What the lengths are drawn for: separates their random numbers from those of other uses. Each
 /// use has its own, so that what is shared changes no length of what is not.
-const LENGTHS: u64 = 0x004C_454E;
+pub(super) const LENGTHS: u64 = 0x004C_454E;
 /// The lengths of the shared prefixes.
 const PREFIX_LENGTHS: u64 = 0x5046_584C;
 /// Which conversation has which shared prefix.
 const PREFIX_CHOICE: u64 = 0x5046_5843;
 /// The numbers of turns.
 const TURNS: u64 = 0x5455_524E;
+/// How many answers a prompt has.
+const ANSWERS: u64 = 0x414E_5357;
 /// What agents' tools answer, how often and how late.
 const TOOLS: u64 = 0x544F_4F4C;
 /// The times between turns.
@@ -28,6 +30,9 @@ pub(super) fn generate(config: &WorkloadConfig) -> Vec<Request> {
     let mut prefixes = Prefixes::new(config);
     let mut turns = Rng::new(config.seed, TURNS);
     let mut tools = Tools::new(config);
+    if config.answers.is_some() {
+        return with_answers(config);
+    }
     let wanted = config.requests.unwrap_or(0);
     let mut requests = Vec::with_capacity(wanted as usize);
     let mut arrival = 0;
@@ -56,6 +61,7 @@ pub(super) fn generate(config: &WorkloadConfig) -> Vec<Request> {
                 prompt_tokens,
                 output_tokens,
                 gap_ns: if turn == 0 { 0 } else { tools.gap_ns(is_answer) },
+                is_fork: false,
                 arrival_ns: 0,
             });
             arrival += 1;
@@ -71,6 +77,47 @@ pub(super) fn generate(config: &WorkloadConfig) -> Vec<Request> {
                 break;
             }
             calls_left = tools.calls();
+        }
+    }
+    requests
+}
+
+/// Prompts with several answers each: behind the request of a prompt stand those of its other
+/// answers. The first is the longest, so that its limit is enough for its forks.
+fn with_answers(config: &WorkloadConfig) -> Vec<Request> {
+    let mut lengths = Rng::new(config.seed, LENGTHS);
+    let mut counts = Rng::new(config.seed, ANSWERS);
+    let wanted = config.requests.unwrap_or(0);
+    let mut requests = Vec::with_capacity(wanted as usize);
+    let (mut arrival, mut outputs) = (0, Vec::new());
+    for prompt in 0.. {
+        if arrival == wanted {
+            break;
+        }
+        let mut draw = |distribution: Option<LengthDistribution>| {
+            distribution.map_or(1, |distribution| length(distribution, &mut lengths))
+        };
+        let prompt_tokens = draw(config.prompt_tokens);
+        let answers = config.answers.map_or(1, |answers| length(answers, &mut counts));
+        outputs.clear();
+        outputs.extend((0..answers.min(wanted - arrival)).map(|_| draw(config.output_tokens)));
+        outputs.sort_unstable_by(|a, b| b.cmp(a));
+        for (answer, &output_tokens) in outputs.iter().enumerate() {
+            // All answers have the prompt's tokens, and each its own behind them.
+            let own = u64::from(arrival);
+            let content =
+                Content { prefix: prompt, prefix_tokens: prompt_tokens, own, ..Content::default() };
+            requests.push(Request {
+                id: own,
+                content,
+                arrival,
+                is_fork: answer > 0,
+                repeated_tokens: if answer > 0 { prompt_tokens } else { 0 },
+                prompt_tokens,
+                output_tokens,
+                ..Request::default()
+            });
+            arrival += 1;
         }
     }
     requests
@@ -144,7 +191,7 @@ impl Prefixes {
 
 /// Draws one length. Each draw takes its own numbers from the generator, so lengths depend on
 /// nothing but the seed and the distributions before them.
-fn length(distribution: LengthDistribution, rng: &mut Rng) -> u32 {
+pub(super) fn length(distribution: LengthDistribution, rng: &mut Rng) -> u32 {
     match distribution {
         LengthDistribution::Fixed { value } => value,
         LengthDistribution::Uniform { min, max } => {
@@ -226,6 +273,28 @@ mod tests {
         assert!(lengths.iter().all(|length| (10..=20).contains(length)), "{lengths:?}");
         let one = WorkloadConfig { num_shared_prefixes: None, ..sharing };
         assert!(requests(&one).iter().all(|r| r.content.prefix == 0));
+    }
+
+    #[test]
+    fn answers_stand_behind_their_prompt() {
+        let config = WorkloadConfig {
+            answers: Some(LengthDistribution::Uniform { min: 1, max: 4 }),
+            output_tokens: Some(LengthDistribution::Uniform { min: 5, max: 50 }),
+            ..generator(1, LengthDistribution::Uniform { min: 1, max: 90 })
+        };
+        let all = requests(&config);
+        assert_eq!((all.len(), &all), (4000, &requests(&config)));
+        let forks = all.iter().filter(|request| request.is_fork).count();
+        assert!((2300..2500).contains(&forks), "three of five: {forks}");
+        for pair in all.windows(2) {
+            let [before, next] = pair else { unreachable!("pairs") };
+            assert_ne!(before.content.own, next.content.own);
+            assert_eq!(before.content.prefix == next.content.prefix, next.is_fork);
+            if next.is_fork {
+                assert_eq!(before.prompt_tokens, next.prompt_tokens);
+                assert!(before.output_tokens >= next.output_tokens);
+            }
+        }
     }
 
     #[test]

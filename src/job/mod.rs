@@ -13,6 +13,7 @@
 //! - `scheduler`: admit, prefill, decode, finish, preempt.
 //! - `engine`: fills the tensors of a step and folds its outputs.
 //! - [`report`]: what came out.
+//! - [`computed`]: a job's variants compared: parts of them, again, merged, as files.
 //! - [`replay`]: the other depth, without K and V and with a simulated clock.
 //!
 //! All memory of a run is allocated before its loop begins. What the loop allocates, in the whole
@@ -20,6 +21,7 @@
 
 mod arrivals;
 pub mod check;
+pub mod computed;
 mod engine;
 pub mod formula;
 mod generator;
@@ -43,6 +45,7 @@ pub mod workload;
 pub use output::{csv, json, prepare, write};
 pub use report::{Comparison, FailedRun, Outcome, Report, Run, RunReport};
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
 use check::Checker;
@@ -53,10 +56,10 @@ use scheduler::Scheduler;
 use workload::Request;
 
 use crate::cache::Cache;
-use crate::config::{Compute, Config, Geometry, Source};
+use crate::config::{Config, Geometry, Source};
 use crate::device::{ResolvedBudget, resolve_budget};
 use crate::error::{CacheError, JobError, OpenError};
-use crate::plan::{KvFormat, Plan};
+use crate::plan::Plan;
 use crate::units::{Bytes, counted};
 
 /// How far a variant is.
@@ -108,6 +111,7 @@ struct Job<'a> {
     open: Option<u32>,
     formula: Formula,
     checker: Checker,
+    stop: Option<&'a AtomicBool>,
 }
 
 /// Runs a job: every variant of the file, one after the other. A variant that cannot be planned
@@ -116,55 +120,18 @@ struct Job<'a> {
 /// # Errors
 /// A file without `[workload]`, or a trace that cannot be read.
 pub fn run(source: &Source, observer: &mut dyn Observer) -> Result<Report, JobError> {
-    let Some(workload) = &source.config.workload else {
-        return Err(JobError::NoWorkload { path: source.path.clone() });
-    };
-    if workload.compute == Compute::None {
-        return Err(JobError::Replays { path: source.path.clone() });
-    }
-    let mut requests = workload::requests(workload)?;
-    let formula = Formula::of(requests.take_tokens(workload.seed), &source.geometry);
-    let requests = requests.list;
-    let checker = Checker::new(
-        &formula,
-        &source.geometry,
-        &requests,
-        source.config.limits.max_seq_len,
-        workload.seed,
-        workload.check_samples,
-    );
-    let open = workload.max_open_conversations;
-    let job = Job { geometry: &source.geometry, requests, open, formula, checker };
-    let variants = source.variants();
-    let of = variants.len();
-    let runs = variants
-        .into_iter()
-        .enumerate()
-        .map(|(index, (name, config))| {
-            observer.variant(&name, index, of);
-            let run = match job.run_variant(&name, &config, observer) {
-                Ok(run) => Run::Done(Box::new(run)),
-                Err(error) => Run::Failed(FailedRun {
-                    variant: name,
-                    mode: config.cache.mode,
-                    format: KvFormat::of(&config).name(),
-                    error: error.to_string(),
-                }),
-            };
-            observer.finished(&run);
-            run
-        })
-        .collect();
-    Ok(Report::new(runs))
+    let computed = computed::compute(source, &computed::ComputeOptions::default(), observer)?;
+    Ok(Report::new(computed.runs.into_iter().map(|run| run.run).collect()))
 }
 
 impl Job<'_> {
+    /// Runs one variant; `None` when it was stopped before its end.
     fn run_variant(
         &self,
         name: &str,
         config: &Config,
         observer: &mut dyn Observer,
-    ) -> Result<RunReport, JobError> {
+    ) -> Result<Option<RunReport>, JobError> {
         let open = |source: OpenError| JobError::Open { variant: name.to_owned(), source };
         let failed = |source: CacheError| JobError::Cache { variant: name.to_owned(), source };
         let mut config = config.clone();
@@ -189,6 +156,9 @@ impl Job<'_> {
             if !more.map_err(failed)? {
                 break;
             }
+            if self.stop.is_some_and(|stop| stop.load(Relaxed)) {
+                return Ok(None);
+            }
             observer.step(&Progress {
                 tokens_done: scheduler.counts.new_tokens,
                 tokens_total,
@@ -198,7 +168,7 @@ impl Job<'_> {
             });
         }
         let wall_s = began.elapsed().as_secs_f64();
-        Ok(describe(name, config.cache.prefix_reuse, &scheduler, &allocations, wall_s))
+        Ok(Some(describe(name, config.cache.prefix_reuse, &scheduler, &allocations, wall_s)))
     }
 }
 
@@ -220,7 +190,7 @@ fn describe(
     RunReport {
         variant: name.to_owned(),
         mode: plan.mode,
-        format: plan.format.name(),
+        format: plan.format.name().to_owned(),
         device: format!("{}/{}", device.kind, device.kernel),
         planned_bytes: plan.pool_bytes,
         allocated_bytes: device.pool_bytes,
@@ -241,7 +211,7 @@ fn describe(
         peak_held_bytes: stats.peak_held_bytes,
         peak_promised_bytes: Bytes(counts.promised_peak),
         prefix_reuse: plan.reuse.is_on(),
-        prefix_reuse_declined: plan.reuse.declined.filter(|_| asked_for_reuse),
+        prefix_reuse_declined: plan.reuse.declined.filter(|_| asked_for_reuse).map(str::to_owned),
         prompt_tokens: counts.prompt_tokens,
         prefix_hit_tokens: counts.hit_tokens,
         prefix_hit_rate: mean(counts.hit_tokens.into(), counts.prompt_tokens),

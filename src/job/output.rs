@@ -160,7 +160,7 @@ mod tests {
         let failed = FailedRun {
             variant: "x, \"y\"".to_owned(),
             mode: CacheMode::Hybrid,
-            format: "int8",
+            format: "int8".to_owned(),
             error: "two\nlines".to_owned(),
         };
         Report::new(vec![run("a", "f16", "1f", 5), Run::Failed(failed)])

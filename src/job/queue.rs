@@ -20,6 +20,8 @@ pub(super) struct Queue<'a> {
     /// Conversations that are open, and how many may be.
     open: u32,
     most_open: Option<u32>,
+    /// Whether other answers to a prompt come by themselves, and are not forked.
+    forks_come: bool,
     /// Later turns that come when their time has come.
     later: BinaryHeap<Reverse<(u64, u32)>>,
     pub(super) now_ns: u64,
@@ -27,8 +29,9 @@ pub(super) struct Queue<'a> {
 
 impl<'a> Queue<'a> {
     /// Nobody has arrived, and everybody counts as refused. Of conversations at most `most_open`
-    /// are open at once, or all.
-    pub(super) fn new(requests: &'a [Request], most_open: Option<u32>) -> Self {
+    /// are open at once, or all. With `forks_come` other answers to a prompt arrive with the first;
+    /// without, whoever serves them lets them in with [`Queue::join`] or forks them.
+    pub(super) fn new(requests: &'a [Request], most_open: Option<u32>, forks_come: bool) -> Self {
         let gaps = requests.iter().filter(|request| request.gap_ns > 0).count();
         Self {
             requests,
@@ -38,6 +41,7 @@ impl<'a> Queue<'a> {
             unopened: 0,
             open: 0,
             most_open,
+            forks_come,
             later: BinaryHeap::with_capacity(gaps),
             now_ns: 0,
         }
@@ -78,7 +82,13 @@ impl<'a> Queue<'a> {
         }
     }
 
-    fn join(&mut self, index: u32, at_ns: u64) {
+    /// Notes when a request arrived that does not wait.
+    pub(super) fn note_arrival(&mut self, index: u32, at_ns: u64) {
+        self.arrived_ns[index as usize] = at_ns;
+    }
+
+    /// Lets a request arrive.
+    pub(super) fn join(&mut self, index: u32, at_ns: u64) {
         self.arrived_ns[index as usize] = at_ns;
         self.waiting.push_back(index);
     }
@@ -100,7 +110,11 @@ impl<'a> Queue<'a> {
         if self.most_open.is_some_and(|most| self.open >= most) {
             return None;
         }
-        let is_first = |&index: &usize| self.requests[index].turn == 0 && self.accepted[index];
+        let is_first = |&index: &usize| {
+            let request = &self.requests[index];
+            let comes = !request.is_fork || self.forks_come;
+            request.turn == 0 && comes && self.accepted[index]
+        };
         self.unopened =
             (self.unopened..self.requests.len()).find(is_first).unwrap_or(self.requests.len());
         self.requests.get(self.unopened).map(|request| request.arrival_ns)
@@ -144,7 +158,7 @@ mod tests {
     }
 
     fn queue<'a>(requests: &'a [Request], most_open: Option<u32>) -> Queue<'a> {
-        let mut queue = Queue::new(requests, most_open);
+        let mut queue = Queue::new(requests, most_open, false);
         (0..requests.len()).for_each(|index| queue.accept(index));
         queue
     }
@@ -175,9 +189,21 @@ mod tests {
     }
 
     #[test]
+    fn forks_come_only_where_they_are_not_forked() {
+        let fork = Request { is_fork: true, ..request(0, 0, 0) };
+        let requests = [request(0, 0, 0), fork, fork, request(0, 0, 0)];
+        for (forks_come, expected) in [(false, &[0, 3][..]), (true, &[0, 1, 2, 3])] {
+            let mut queue = Queue::new(&requests, None, forks_come);
+            (0..4).for_each(|index| queue.accept(index));
+            queue.arrive();
+            assert_eq!(queue.waiting, expected);
+        }
+    }
+
+    #[test]
     fn conversations_open_when_others_end_and_the_refused_never() {
         let requests = [request(0, 0, 0), request(0, 5, 0), request(0, 9, 0), request(1, 0, 3)];
-        let mut queue = Queue::new(&requests, Some(1));
+        let mut queue = Queue::new(&requests, Some(1), false);
         [0, 2].into_iter().for_each(|index| queue.accept(index));
         queue.arrive();
         assert_eq!(queue.waiting.pop_front(), Some(0));

@@ -1,9 +1,12 @@
 //! Which settings to use for a model, a budget and a workload: every candidate is replayed, and the
 //! best is said with its reasons.
 
+use std::path::Path;
+
 use super::replay::{Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, replay};
 use crate::config::{
-    Admission, CacheMode, Capacity, Config, ContiguousLayers, Format, Source, VariantConfig,
+    Admission, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry, ScaleKind, Source,
+    VariantConfig, parse,
 };
 use crate::error::JobError;
 use crate::units::Bytes;
@@ -16,6 +19,17 @@ const SHARES: [u64; 4] = [75, 50, 35, 25];
 
 /// How much of the best score a cheaper setting must keep to be taken instead.
 const KEPT: f64 = 0.99;
+
+/// How far a format's answers are from attention in f64, measured on this machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FormatError {
+    /// The format.
+    pub format: Format,
+    /// The largest error of the outputs that were compared, over values of about ±4.
+    pub max_abs_error: f64,
+    /// How many outputs were compared.
+    pub outputs: u64,
+}
 
 /// What was found.
 #[derive(Debug)]
@@ -30,6 +44,8 @@ pub struct Recommendation {
     pub smaller: Vec<VariantResult>,
     /// What candidates that cannot run say.
     pub refused: Vec<String>,
+    /// What each format that may be chosen costs in accuracy, where there is more than one.
+    pub errors: Vec<FormatError>,
 }
 
 /// What a result is worth: requests a second that keep the goals, or that are served at all where
@@ -76,7 +92,54 @@ pub fn recommend(
         None => chosen.capacity,
     };
     let config = VariantConfig { capacity, ..chosen }.apply(&source.config);
-    Ok(Recommendation { config, best, ranked, smaller, refused })
+    let errors = if formats.len() > 1 { measured_errors(source, formats)? } else { Vec::new() };
+    Ok(Recommendation { config, best, ranked, smaller, refused, errors })
+}
+
+/// Computes attention in each of the formats: two requests of 480 tokens through one layer with the
+/// model's heads, and compares outputs with f64.
+fn measured_errors(source: &Source, formats: &[Format]) -> Result<Vec<FormatError>, JobError> {
+    let Geometry { num_q_heads, num_kv_heads, head_dim, .. } = source.geometry;
+    let scale = match source.config.cache.int8.as_ref().map(|int8| int8.scale) {
+        Some(ScaleKind::PerGroup32) => ScaleKind::PerGroup32,
+        _ => ScaleKind::PerTokenHead,
+    };
+    let variants: Vec<String> = formats
+        .iter()
+        .map(|format| {
+            let scale = if *format == Format::Int8 {
+                format!(", scale = '{scale}'")
+            } else {
+                String::new()
+            };
+            format!("{{ name = '{format}', format = '{format}'{scale} }}")
+        })
+        .collect();
+    let text = format!(
+        "variant = [{}]
+        model = {{ num_layers = 1, num_q_heads = {num_q_heads}, num_kv_heads = {num_kv_heads}, head_dim = {head_dim} }}
+        limits = {{ max_seqs = 2, max_seq_len = 512, max_batch_tokens = 128 }}
+        cache = {{ mode = 'paged' }}
+        [workload]
+        kind = 'generator'
+        seed = 1
+        requests = 2
+        prompt_tokens = {{ dist = 'fixed', value = 448 }}
+        output_tokens = {{ dist = 'fixed', value = 32 }}
+        check_samples = 128",
+        variants.join(", ")
+    );
+    let source = parse(&text, Path::new("the measurement of errors"), &[])?;
+    let report = super::run(&source, &mut super::Silent)?;
+    let error = |(format, run): (&Format, super::Run)| match run {
+        super::Run::Done(run) => Some(FormatError {
+            format: *format,
+            max_abs_error: run.max_abs_error?,
+            outputs: run.outputs_checked,
+        }),
+        super::Run::Failed(_) => None,
+    };
+    Ok(formats.iter().zip(report.runs).filter_map(error).collect())
 }
 
 /// The results of those that ran, and the errors of the others.

@@ -29,6 +29,7 @@ const COLUMNS: &[&str] = &[
     "requests_refused_too_long",
     "requests_refused_never_fits",
     "preemptions",
+    "forks",
     "simulated_s",
     "busy_s",
     "steps",
@@ -59,6 +60,7 @@ const COLUMNS: &[&str] = &[
     "alloc_failures_with_room",
     "worst_free_bytes",
     "worst_largest_run",
+    "free_without_1gb_run",
     "queue_ms",
     "first_token_ms",
     "token_ms",
@@ -229,7 +231,7 @@ mod tests {
         assert_eq!(json(&again), json(&report));
         std::fs::write(folder.path().join("results.json"), "{\"runs\": 3}").expect("written");
         let error = read(folder.path()).expect_err("no result").to_string();
-        assert!(error.contains("results.json: is no result of a replay"), "{error}");
+        assert!(error.contains("results.json: is no result of `kvpool compare`"), "{error}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a job found out, in the form that programs read.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::config::CacheMode;
 use crate::units::Bytes;
@@ -15,7 +15,7 @@ pub struct Report {
 }
 
 /// One variant.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Run {
     /// It ran to its end.
@@ -29,14 +29,14 @@ pub enum Run {
 /// Times are those of the cache's own verbs (admission, reserve, append, attend, commit,
 /// release); computing the formula that stands in for a model, and checking outputs, is not
 /// part of them.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunReport {
     /// Its name in the file.
     pub variant: String,
     /// Contiguous, paged or hybrid.
     pub mode: CacheMode,
     /// `f16`, `int8`, `int8/per-group-32`, …
-    pub format: &'static str,
+    pub format: String,
     /// What computed: `cpu/avx512`, …
     pub device: String,
     /// Bytes of the pool according to the plan.
@@ -84,7 +84,7 @@ pub struct RunReport {
     /// Whether prefixes were reused.
     pub prefix_reuse: bool,
     /// Why not, where the file asked for it and the plan cannot.
-    pub prefix_reuse_declined: Option<&'static str>,
+    pub prefix_reuse_declined: Option<String>,
     /// Prompt tokens of the requests that were admitted, each request once.
     pub prompt_tokens: u64,
     /// How many of `prompt_tokens` were found in the cache and not computed.
@@ -138,28 +138,28 @@ pub struct RunReport {
     /// Seconds of the whole loop, the formula and the checks included.
     pub wall_s: f64,
     /// What is not as it must be; empty in a good run.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
 }
 
 /// A variant that did not run to its end.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FailedRun {
     /// Its name in the file.
     pub variant: String,
     /// Contiguous, paged or hybrid.
     pub mode: CacheMode,
     /// `f16`, `int8`, …
-    pub format: &'static str,
+    pub format: String,
     /// Why.
     pub error: String,
 }
 
 /// Variants with the same format on the same device, whose outputs must be the same bits.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Comparison {
     /// The format.
-    pub format: &'static str,
+    pub format: String,
     /// What computed.
     pub device: String,
     /// The variants.
@@ -169,7 +169,7 @@ pub struct Comparison {
 }
 
 /// What a comparison came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// All checksums are equal.
@@ -255,7 +255,7 @@ fn compare(runs: &[&RunReport]) -> Comparison {
         Outcome::Different
     };
     Comparison {
-        format: first.format,
+        format: first.format.clone(),
         device: first.device.clone(),
         variants: runs.iter().map(|run| run.variant.clone()).collect(),
         outcome,
@@ -264,7 +264,7 @@ fn compare(runs: &[&RunReport]) -> Comparison {
 
 impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (variants, format) = (self.variants.join(", "), self.format);
+        let (variants, format) = (self.variants.join(", "), &self.format);
         match self.outcome {
             Outcome::Equal => write!(f, "equal outputs, bit for bit ({format}): {variants}"),
             Outcome::Different => {
@@ -285,16 +285,11 @@ impl std::fmt::Display for Comparison {
 pub(super) mod tests {
     use super::*;
 
-    pub(in crate::job) fn run(
-        variant: &str,
-        format: &'static str,
-        checksum: &str,
-        completed: u64,
-    ) -> Run {
+    pub(in crate::job) fn run(variant: &str, format: &str, checksum: &str, completed: u64) -> Run {
         Run::Done(Box::new(RunReport {
             variant: variant.to_owned(),
             mode: CacheMode::Paged,
-            format,
+            format: format.to_owned(),
             device: "cpu/portable".to_owned(),
             planned_bytes: Bytes(64),
             allocated_bytes: Bytes(64),
@@ -388,7 +383,7 @@ pub(super) mod tests {
         let failed = Run::Failed(FailedRun {
             variant: "x".to_owned(),
             mode: CacheMode::Paged,
-            format: "f16",
+            format: "f16".to_owned(),
             error: "variant \"x\": no memory".to_owned(),
         });
         let report =

@@ -24,6 +24,9 @@
 //! generates n tokens is preempted at most n times: preempt and resume cannot ping-pong without
 //! bound.
 //!
+//! **Other answers** to a prompt are forks of its sequence, made when the prompt is computed. One that
+//! the cache has no room for joins the queue like any other request.
+//!
 //! **What can never run** is refused before the first step and never waits.
 //!
 //! **Time** is simulated: a step takes as long as its [`Work`] says, and requests arrive when the
@@ -116,6 +119,8 @@ pub(super) struct Counts {
     pub(super) repeated_tokens: u64,
     /// Rows that a model would sample a token from.
     pub(super) sampled_rows: u64,
+    /// Sequences that were forked.
+    pub(super) forks: u64,
 }
 
 /// Drives all requests through a cache. Allocates nothing after [`Scheduler::new`].
@@ -162,7 +167,7 @@ impl<'a, W: Work> Scheduler<'a, W> {
             work,
             requests,
             tasks: vec![Task::default(); requests.len()],
-            queue: Queue::new(requests, most_open),
+            queue: Queue::new(requests, most_open, false),
             running: Vec::with_capacity(slots),
             picked: Vec::with_capacity(slots),
             batch: Vec::with_capacity(slots),
@@ -314,11 +319,9 @@ impl<'a, W: Work> Scheduler<'a, W> {
     fn preempt_youngest(&mut self, exhausted: CacheError) -> Result<(), CacheError> {
         let preempted = self.cache.preempt_youngest().ok_or(exhausted)?;
         let index = self.running.pop().ok_or(exhausted)?;
-        debug_assert_eq!(
-            preempted.key,
-            Some(self.requests[index as usize].id),
-            "both by admission"
-        );
+        let is_own = |key| key == self.requests[index as usize].id;
+        // A fork has no key.
+        debug_assert!(preempted.key.is_none_or(is_own), "both by admission");
         if let Some(at) = self.picked.iter().position(|picked| *picked == index) {
             self.picked.remove(at);
             self.batch.remove(at);
@@ -367,10 +370,16 @@ impl<'a, W: Work> Scheduler<'a, W> {
             task.len += rows;
             self.counts.new_tokens += task.reach(task.len);
             let request = &self.requests[index as usize];
-            if task.len == request.prompt_tokens {
+            if task.len == request.prompt_tokens && task.first_ns == 0 {
                 // Computed again it is not the first any more.
-                task.first_ns = if task.first_ns == 0 { self.queue.now_ns } else { task.first_ns };
+                task.first_ns = self.queue.now_ns;
+                if !request.is_fork {
+                    let began = Instant::now();
+                    self.fork(index, sequence)?;
+                    *in_cache += began.elapsed();
+                }
             }
+            let task = &mut self.tasks[index as usize];
             if task.len == task.total {
                 let began = Instant::now();
                 self.cache.release(sequence)?;
@@ -386,7 +395,9 @@ impl<'a, W: Work> Scheduler<'a, W> {
                     done_ns: self.queue.now_ns,
                     output_tokens: request.output_tokens,
                 });
-                self.queue.arrive_after(index);
+                if !request.is_fork {
+                    self.queue.arrive_after(index);
+                }
                 done += 1;
             }
         }

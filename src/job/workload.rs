@@ -8,7 +8,7 @@
 //! have different tokens from the first on.
 //!
 //! **Memory.** A trace is read line by line. Of each request 72 bytes stay (a [`Request`]), and 8
-//! for each hash of its prompt; nothing else of the file does. While hashes are read, the tree of
+//! for each hash of its prompt (of a text, one for 8 tokens); nothing else of the file does. While hashes are read, the tree of
 //! all different prefixes is held too, about 24 bytes for each different hash.
 
 use std::collections::HashMap;
@@ -49,6 +49,9 @@ pub struct Request {
     /// Its place in the list, counted from 0: those that are there from the start arrive in this
     /// order.
     pub arrival: u32,
+    /// Whether it is another answer to the prompt of the request before it: a fork of that one's
+    /// sequence. Such requests stand behind the one that is forked.
+    pub is_fork: bool,
     /// Which turn of its conversation it is, counted from 0. Turn n + 1 stands behind turn n in
     /// the list, and arrives when that is done.
     pub turn: u32,
@@ -106,9 +109,10 @@ pub fn requests(config: &WorkloadConfig) -> Result<Requests, JobError> {
         WorkloadKind::Generator => {
             Requests { list: generator::generate(config), ..Requests::default() }
         }
-        WorkloadKind::AzureCsv | WorkloadKind::MooncakeJsonl | WorkloadKind::LengthsCsv => {
-            read(config)?
-        }
+        WorkloadKind::AzureCsv
+        | WorkloadKind::MooncakeJsonl
+        | WorkloadKind::LengthsCsv
+        | WorkloadKind::OpenaiJsonl => read(config)?,
     };
     arrivals::assign(config, &mut requests.list);
     if !requests.hash_ids.is_empty() {
@@ -120,7 +124,11 @@ pub fn requests(config: &WorkloadConfig) -> Result<Requests, JobError> {
 /// The requests of a trace.
 fn read(config: &WorkloadConfig) -> Result<Requests, JobError> {
     let mut trace = reader::open(config)?;
-    let mut requests = Requests { block_tokens: config.scaled_hash_block(), ..Requests::default() };
+    let block_tokens = match config.kind {
+        WorkloadKind::OpenaiJsonl => reader::openai::BLOCK_TOKENS,
+        _ => config.scaled_hash_block(),
+    };
+    let mut requests = Requests { block_tokens, ..Requests::default() };
     let limit = config.requests.unwrap_or(u32::MAX);
     let mut hash_ids = Vec::new();
     let scaled = |tokens| scaled(tokens, config.length_scale);

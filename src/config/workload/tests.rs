@@ -1,5 +1,6 @@
-//! Which keys of `[workload]` go together.
+//! Which keys of `[workload]` are refused beside which.
 
+use super::check::*;
 use super::*;
 
 fn generator() -> WorkloadConfig {
@@ -29,7 +30,7 @@ fn refused(workload: &WorkloadConfig, given: &[&str]) -> String {
 fn keys_of_the_other_kind_are_refused() {
     assert_eq!(check(&generator(), &[]), Ok(()));
     for (key, kinds) in OF_KINDS {
-        for kind in [GENERATOR, TRACES].concat() {
+        for kind in [GENERATOR, FILES].concat() {
             let workload = match kind {
                 WorkloadKind::Generator => generator(),
                 _ => trace(kind),
@@ -52,8 +53,9 @@ fn what_a_kind_needs_is_named() {
     assert_eq!(refused(&none, &[]), "workload.output_tokens");
     let zero = WorkloadConfig { requests: Some(0), ..generator() };
     assert_eq!(refused(&zero, &[]), "workload.requests");
-    let none = WorkloadConfig::new(WorkloadKind::LengthsCsv);
-    assert_eq!(refused(&none, &[]), "workload.path");
+    for kind in FILES {
+        assert_eq!(refused(&WorkloadConfig::new(*kind), &[]), "workload.path");
+    }
 }
 
 #[test]
@@ -75,6 +77,15 @@ fn counts_belong_to_what_they_count() {
     assert_eq!(check(&open, &[]), Ok(()));
     let none = WorkloadConfig { max_open_conversations: Some(0), ..open };
     assert_eq!(refused(&none, &[]), "workload.max_open_conversations");
+    let answers = WorkloadConfig { answers: four, compute: Compute::None, ..generator() };
+    assert_eq!(check(&answers, &["answers"]), Ok(()));
+    for wrong in [
+        WorkloadConfig { compute: Compute::Attention, ..answers.clone() },
+        WorkloadConfig { turns: four, ..answers.clone() },
+        WorkloadConfig { shared_prefix_tokens: four, ..answers.clone() },
+    ] {
+        assert_eq!(refused(&wrong, &["answers"]), "workload.answers");
+    }
     let agents = WorkloadConfig { tool_calls: four, ..generator() };
     assert_eq!(refused(&agents, &[]), "workload.tool_calls");
     let agents = WorkloadConfig { tool_tokens: four, ..agents };

@@ -1,6 +1,7 @@
 //! `report.html`: one file with its style and its pictures inside, for light, dark and paper.
 
 mod chart;
+mod computed;
 mod curves;
 mod memory;
 mod number;
@@ -9,6 +10,7 @@ mod overview;
 use std::fmt::Write as _;
 
 use chart::escaped;
+pub(super) use computed::{errors, html as computed};
 use number::{percent, trimmed};
 
 use super::replay::{Replay, Replayed, VariantResult, WorkloadSummary};

@@ -67,12 +67,18 @@ pub(super) fn in_short(runs: &[&VariantResult]) -> String {
         let _ = write!(
             text,
             "<li><b>{}</b>: {} waited for a run of memory that was long enough, {} of them while as much was \
-             free in pieces; at worst {} were free and the largest piece had {}.</li>",
+             free in pieces; at worst {} were free and the largest piece had {}{}.</li>",
             escaped(&run.variant),
             counted(run.alloc_failures, "request"),
             grouped(run.alloc_failures_with_room),
             bytes(float(run.worst_free_bytes)),
-            bytes(float(run.worst_largest_run))
+            bytes(float(run.worst_largest_run)),
+            if run.free_without_1gb_run > 0 {
+                let free = bytes(float(run.free_without_1gb_run));
+                format!("; {free} were free at most while no piece had 1 GB")
+            } else {
+                String::new()
+            }
         );
     }
     if text.is_empty() { text } else { format!("<h2>In short</h2><ul>{text}</ul>") }

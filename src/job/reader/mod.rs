@@ -8,6 +8,7 @@
 mod csv;
 mod lines;
 mod mooncake;
+pub(super) mod openai;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -44,6 +45,7 @@ enum Format {
         /// Tokens of one entry of `hash_ids`.
         block_tokens: u32,
     },
+    OpenAi(Box<openai::Requests>),
 }
 
 /// Lines that were left out.
@@ -85,6 +87,7 @@ impl<R: BufRead> Reader<R> {
         let timed = config.arrivals == Arrivals::Trace;
         let longest = match config.kind {
             WorkloadKind::MooncakeJsonl => mooncake::MAX_LINE_BYTES,
+            WorkloadKind::OpenaiJsonl => openai::MAX_LINE_BYTES,
             _ => csv::MAX_LINE_BYTES,
         };
         let mut lines = Lines::new(reader, path, longest);
@@ -92,6 +95,11 @@ impl<R: BufRead> Reader<R> {
             WorkloadKind::MooncakeJsonl => {
                 let block_tokens = config.hash_block_tokens.unwrap_or(mooncake::BLOCK_TOKENS);
                 Format::Mooncake { block_tokens }
+            }
+            WorkloadKind::OpenaiJsonl => {
+                let requests = openai::Requests::new(config);
+                let refused = |problem| JobError::Trace { path: path.to_owned(), line: 0, problem };
+                Format::OpenAi(Box::new(requests.map_err(refused)?))
             }
             kind => {
                 let columns = Columns::read(&mut lines, kind, &config.columns, timed);
@@ -124,9 +132,10 @@ impl<R: BufRead> Reader<R> {
 
     fn read_row(&mut self, hash_ids: &mut Vec<u64>) -> Result<Option<Row>, Fault> {
         let Some(line) = self.lines.next()? else { return Ok(None) };
-        match &self.format {
+        match &mut self.format {
             Format::Csv(columns) => columns.row(line, self.timed),
             Format::Mooncake { block_tokens } => mooncake::row(line, *block_tokens, hash_ids),
+            Format::OpenAi(requests) => requests.row(line, hash_ids),
         }
         .map(Some)
         .map_err(Fault::Damaged)

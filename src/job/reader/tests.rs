@@ -182,13 +182,17 @@ fn mooncake_traces_are_read() {
 type GoodLine = fn(u32, u32) -> String;
 
 /// The kinds of traces, and a good line of each with these lengths.
-fn kinds() -> [(WorkloadConfig, &'static str, GoodLine); 3] {
+fn kinds() -> [(WorkloadConfig, &'static str, GoodLine); 4] {
     [
         (timed(WorkloadKind::AzureCsv), AZURE, |p, o| format!("2023-11-16 18:15:46.68,{p},{o}")),
         (timed(WorkloadKind::LengthsCsv), "output_tokens,arrived_at,prompt_tokens", |p, o| {
             format!("{o},1.5,{p}")
         }),
         (timed(WorkloadKind::MooncakeJsonl), "", |p, o| hashed(1500, p, o)),
+        (config(WorkloadKind::OpenaiJsonl), "", |p, o| {
+            let tokens: Vec<u32> = (0..p).collect();
+            format!("{{\"body\": {{\"prompt\": {tokens:?}, \"max_tokens\": {o}}}}}")
+        }),
     ]
 }
 

@@ -12,6 +12,9 @@ use crate::job::work::Served;
 use crate::job::workload::Request;
 use crate::plan::Limits;
 
+/// The length of a run that is asked about in the article on paging.
+const GIGABYTE: u64 = 1_000_000_000;
+
 /// Memory as a list of the holes in it.
 #[derive(Debug)]
 pub(super) struct Heap {
@@ -88,6 +91,7 @@ pub(super) struct Failures {
     pub(super) with_room: u64,
     pub(super) worst_free: u64,
     pub(super) worst_largest: u64,
+    pub(super) free_without_gb: u64,
     /// Who failed last: one that waits fails once, not in every step.
     last: Option<u32>,
     pub(super) too_long: u64,
@@ -123,7 +127,7 @@ impl<'a> Dynamic<'a> {
     ) -> Self {
         let mut dynamic = Self {
             requests,
-            queue: Queue::new(requests, most_open),
+            queue: Queue::new(requests, most_open, true),
             heap: Heap::new(pool_bytes, limits.max_seqs as usize),
             bytes_per_token,
             limits: limits.clone(),
@@ -237,9 +241,16 @@ impl<'a> Dynamic<'a> {
             failures.all += 1;
             failures.with_room += u64::from(self.heap.free >= bytes);
         }
-        if self.heap.free >= bytes && self.heap.free > failures.worst_free {
+        if self.heap.free < bytes {
+            return;
+        }
+        let largest = self.heap.largest();
+        if self.heap.free > failures.worst_free {
             failures.worst_free = self.heap.free;
-            failures.worst_largest = self.heap.largest();
+            failures.worst_largest = largest;
+        }
+        if largest < GIGABYTE {
+            failures.free_without_gb = failures.free_without_gb.max(self.heap.free);
         }
     }
 

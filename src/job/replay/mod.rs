@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use super::meter::{float, mean};
 use super::tokens::Tokens;
-use super::workload::{self, Request};
+use super::workload::{self, Request, Requests};
 use crate::config::{Compute, Config, Geometry, Source};
 use crate::error::JobError;
 use variant::Replayer;
@@ -85,9 +85,7 @@ pub fn replay(
     }
     let mut requests = workload::requests(workload)?;
     let tokens = requests.take_tokens(workload.seed);
-    let mut summary = summarize(&requests.list);
-    (summary.damaged_lines, summary.first_damaged) =
-        (requests.damaged_lines, requests.first_damaged.take());
+    let summary = summarize(&requests);
     let shared = Shared {
         geometry: &source.geometry,
         requests: requests.list,
@@ -180,7 +178,9 @@ fn threads(config: &Config) -> usize {
 }
 
 /// Counts what the requests bring.
-fn summarize(requests: &[Request]) -> WorkloadSummary {
+pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
+    let damaged = (requests.damaged_lines, requests.first_damaged.clone());
+    let requests = &requests.list;
     let sum = |of: fn(&Request) -> u32| requests.iter().map(|r| u64::from(of(r))).sum::<u64>();
     let prompt_tokens = sum(|request| request.prompt_tokens);
     let repeated_tokens = sum(|request| request.repeated_tokens);
@@ -193,14 +193,14 @@ fn summarize(requests: &[Request]) -> WorkloadSummary {
         ceiling_hit_rate: mean(repeated_tokens.into(), prompt_tokens),
         last_arrival_s: float(last_arrival.unwrap_or(0)) / 1e9,
         longest_tokens: requests.iter().map(Request::total_tokens).max().unwrap_or(0),
-        damaged_lines: 0,
-        first_damaged: None,
+        damaged_lines: damaged.0,
+        first_damaged: damaged.1,
     }
 }
 
 /// A hash of a variant's settings, the model and what the workload came to: results with the same
 /// are results of the same replay. Where it runs is no part of it.
-fn fingerprint(
+pub(super) fn fingerprint(
     name: &str,
     config: &Config,
     geometry: &Geometry,

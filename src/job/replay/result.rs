@@ -144,6 +144,9 @@ pub struct VariantResult {
     pub first_refusal: Option<String>,
     /// How often a request lost its memory and was computed again.
     pub preemptions: u64,
+    /// Sequences that were forked: other answers to a prompt that is there.
+    #[serde(default)]
+    pub forks: u64,
     /// Seconds from the start to the end of the last request.
     pub simulated_s: f64,
     /// Seconds in which steps ran.
@@ -205,6 +208,9 @@ pub struct VariantResult {
     pub worst_free_bytes: u64,
     /// See `worst_free_bytes`.
     pub worst_largest_run: u64,
+    /// The most bytes that were free when such a try failed and no piece had 10⁹ bytes.
+    #[serde(default)]
+    pub free_without_1gb_run: u64,
     /// From a request's arrival to its first admission, in milliseconds.
     pub queue_ms: Summary,
     /// From its arrival to its first token.

@@ -190,6 +190,7 @@ impl<'a> Replayer<'a> {
         result.requests_refused_never_fits = counts.refused_never_fits;
         result.first_refusal = scheduler.first_refusal();
         result.preemptions = counts.preemptions;
+        result.forks = counts.forks;
         result.prompt_tokens = counts.prompt_tokens;
         result.prefix_hit_tokens = counts.hit_tokens;
         result.hit_rate = mean(counts.hit_tokens.into(), counts.prompt_tokens);
@@ -263,6 +264,7 @@ impl<'a> Replayer<'a> {
         result.alloc_failures_with_room = failures.with_room;
         result.worst_free_bytes = failures.worst_free;
         result.worst_largest_run = failures.worst_largest;
+        result.free_without_1gb_run = failures.free_without_gb;
         true
     }
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Scheduler, Task};
-use crate::cache::{BeginOptions, Begun};
+use crate::cache::{BeginOptions, Begun, SeqHandle};
 use crate::config::Admission;
 use crate::error::CacheError;
 use crate::job::work::Work;
@@ -114,6 +114,38 @@ impl<W: Work> Scheduler<'_, W> {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Forks a sequence whose prompt is computed, once for each other answer that is asked for. Those
+    /// that do not fit now wait.
+    pub(super) fn fork(&mut self, index: u32, sequence: SeqHandle) -> Result<(), CacheError> {
+        let arrived_ns = self.queue.arrived_ns(index);
+        for other in index + 1.. {
+            let request = self.requests.get(other as usize).filter(|request| request.is_fork);
+            let Some(request) = request else { break };
+            if self.tasks[other as usize].total == 0 {
+                continue;
+            }
+            match self.cache.fork(sequence) {
+                Ok(fork) => {
+                    self.queue.note_arrival(other, arrived_ns);
+                    self.running.push(other);
+                    let task = &mut self.tasks[other as usize];
+                    (task.sequence, task.len) = (Some(fork), request.prompt_tokens);
+                    (task.admitted_ns, task.first_ns) = (self.queue.now_ns, self.queue.now_ns);
+                    let prompt = u64::from(request.prompt_tokens);
+                    self.counts.prompt_tokens += prompt;
+                    self.counts.hit_tokens += prompt;
+                    self.counts.new_tokens += task.reach(request.prompt_tokens);
+                    self.counts.forks += 1;
+                }
+                Err(CacheError::NotAdmitted { .. } | CacheError::NoSeqSlot { .. }) => {
+                    self.queue.join(other, arrived_ns);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Starts a task behind what the cache has of its prefix.

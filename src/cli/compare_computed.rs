@@ -1,0 +1,115 @@
+//! `kvpool compare` of a job that computes attention: measured modes side by side.
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+
+use super::compare::{
+    Options, STOP, WIDTH, catch_signals, figure, interrupted, percent, short, whole,
+};
+use super::progress::{Bars, NoBars};
+use super::run::{allocated, devices, warning};
+use super::{CliError, print, table, text_of};
+use crate::config::Source;
+use crate::job::computed::{self, ComputeOptions, Computed};
+use crate::job::{self, Run, RunReport};
+use crate::units::{counted, grouped};
+
+/// Computes the job of a file, prints what came out and writes it where it is wanted.
+pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
+    if let Some(folder) = options.out {
+        // Before the work, not after it.
+        job::prepare(folder)?;
+    }
+    let done = match (options.resume, options.out) {
+        (true, Some(folder)) => computed::read(folder)?.map_or_else(Vec::new, |before| before.runs),
+        _ => Vec::new(),
+    };
+    catch_signals();
+    let shard = options.shard.map(|shard| (shard.part, shard.of));
+    let asked = ComputeOptions { shard, done: &done, stop: Some(&STOP) };
+    let report = match Bars::new() {
+        Some(mut bars) => computed::compute(source, &asked, &mut bars)?,
+        None => computed::compute(source, &asked, &mut NoBars)?,
+    };
+    show(&report, options)
+}
+
+/// Prints a report, writes its files, and says what is missing or wrong.
+pub(super) fn show(report: &Computed, options: &Options<'_>) -> Result<(), CliError> {
+    print(&if options.json { computed::json(report) } else { text(report) })?;
+    if let Some(folder) = options.out {
+        computed::write(report, folder)?;
+    }
+    let runs = || report.runs.iter().map(|run| &run.run);
+    for warning in runs().filter_map(warning) {
+        // If this cannot be written, the report still says it.
+        let _ = writeln!(io::stderr(), "warning: {warning}");
+    }
+    let mut problems = report.report().problems();
+    problems.extend(runs().filter_map(allocated));
+    problems.extend(interrupted(report.variants, report.runs.len(), options.shard));
+    if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+}
+
+/// The table, and what there is to say below it.
+fn text(report: &Computed) -> String {
+    let done: Vec<&RunReport> = (report.runs.iter())
+        .filter_map(|run| match &run.run {
+            Run::Done(run) => Some(&**run),
+            Run::Failed(_) => None,
+        })
+        .collect();
+    let workload = &report.workload;
+    let mut text = format!(
+        "{}, {} in, {} out; the longest has {}\n\n",
+        counted(workload.requests, "request"),
+        counted(workload.prompt_tokens, "token"),
+        counted(workload.output_tokens, "token"),
+        counted(workload.longest_tokens, "token"),
+    );
+    let header = [
+        "variant",
+        "pool",
+        "used,\nmost",
+        "wasted,\nmean",
+        "at\nonce",
+        "hit\nrate",
+        "tokens/s",
+        "step\nms p50",
+        "step\nms p99",
+        "max\nerror",
+    ];
+    let mut table = table(&header, 1..header.len());
+    table.set_width(WIDTH);
+    for run in &done {
+        table.add_row([
+            run.variant.clone(),
+            short(run.planned_bytes.get()),
+            short(run.peak_used_bytes.get()),
+            short(whole(run.mean_waste_bytes)),
+            format!("{:.1}", run.mean_running),
+            if run.prefix_reuse { percent(run.prefix_hit_rate) } else { "off".to_owned() },
+            grouped(whole(run.tokens_per_s)),
+            figure(run.step_ms_p50),
+            figure(run.step_ms_p99),
+            run.max_abs_error.map_or_else(|| "-".to_owned(), |error| format!("{error:.1e}")),
+        ]);
+    }
+    if !done.is_empty() {
+        text.push_str(&text_of(&table));
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "\ncomputed by {}; times are measured", devices(&done));
+    }
+    for comparison in &report.comparisons {
+        let _ = writeln!(text, "{comparison}");
+    }
+    for line in report.errors() {
+        let _ = writeln!(text, "{line}");
+    }
+    for run in &report.runs {
+        if let Run::Failed(failed) = &run.run {
+            let _ = writeln!(text, "not run: {}", failed.error);
+        }
+    }
+    text
+}
