@@ -149,23 +149,26 @@ fn bytes_per_token(cache: &Cache) -> f64 {
     bytes
 }
 
-/// The constants with which the cost model is nearest to these times, each error taken relative to its
-/// time: microseconds of a step, of a token, of a byte. None is below 0.
+/// The constants with which the cost model is nearest to these times: microseconds of a step, of a
+/// token, of a byte. None is below 0. An error counts by the root of its time: long steps make up
+/// most of a job's time, and yet are not all that there is.
 fn fit(steps: &[TimedStep], per_token: f64) -> [f64; 3] {
-    // What each constant is multiplied by, in parts of the measured time.
+    // What each constant is multiplied by, and what should come out.
     let rows: Vec<[f64; 3]> = steps
         .iter()
-        .map(|step| [1.0, step.tokens(), step.bytes(per_token)].map(|factor| factor / step.us))
+        .map(|step| {
+            [1.0, step.tokens(), step.bytes(per_token)].map(|factor| factor / step.us.sqrt())
+        })
         .collect();
     let mut constants = [0.0; 3];
     // One constant at a time, as well as the others allow; the sum of squares only ever falls.
     for round in 0..60_000 {
         let own = round % 3;
         let (mut above, mut below) = (0.0, 0.0);
-        for row in &rows {
+        for (row, step) in rows.iter().zip(steps) {
             let others: f64 =
                 (0..3).filter(|at| *at != own).map(|at| row[at] * constants[at]).sum();
-            above += row[own] * (1.0 - others);
+            above += row[own] * (step.us.sqrt() - others);
             below += row[own] * row[own];
         }
         constants[own] = (above / below).max(0.0);
