@@ -20,7 +20,7 @@ use super::lanes::{Element, Isa, Line, WIDTH};
 use super::portion::Portion;
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
-use super::tile::{Ahead, Keys, TILE, Tile, TileRow, Vectors, mask};
+use super::tile::{Ahead, Keys, Run, TILE, Tile, TileRow, Vectors, mask};
 use super::values::{all_values, passes};
 use crate::plan::{Kv, TILE_TOKENS};
 
@@ -32,6 +32,9 @@ pub(super) trait Products: Copy {
     /// so that both are read as one run. What is computed on for longer than it is read gains
     /// nothing from that, and loses.
     const IN_RUNS: bool;
+
+    /// Whether, where [`Products::IN_RUNS`], the values are added run by run too.
+    const VALUES_IN_RUNS: bool = false;
 
     /// The instructions.
     fn isa(self) -> Self::Isa;
@@ -65,6 +68,19 @@ pub(super) trait Products: Copy {
         memory: &mut [Line],
         acc: &mut [Line],
     );
+    /// The same for the keys of one run, the runs in ascending order, where
+    /// [`Products::VALUES_IN_RUNS`].
+    #[inline(always)]
+    fn values_of_run(
+        self,
+        _task: &Task<'_>,
+        _tile: &Tile<'_>,
+        _run: Keys,
+        _ahead: &mut impl Ahead,
+        _weights: &[TileRow],
+        _acc: &mut [Line],
+    ) {
+    }
     /// How often the first heads go over the tile's values.
     fn passes(self, tile: &Tile<'_>, heads: usize) -> usize;
     /// What is left to do with a split's accumulators.
@@ -87,6 +103,7 @@ impl<I: Copy, E> Copy for Lanes<I, E> {}
 impl<I: Isa, E: Element> Products for Lanes<I, E> {
     type Isa = I;
     const IN_RUNS: bool = E::BYTES > 1;
+    const VALUES_IN_RUNS: bool = true;
 
     #[inline(always)]
     fn isa(self) -> I {
@@ -121,7 +138,20 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         _memory: &mut [Line],
         acc: &mut [Line],
     ) {
-        all_values::<I, E>(self.0, task, tile, ahead, weights, acc);
+        all_values::<I, E>(self.0, task, tile, (0, TILE), ahead, weights, acc);
+    }
+
+    #[inline(always)]
+    fn values_of_run(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        run: Keys,
+        ahead: &mut impl Ahead,
+        weights: &[TileRow],
+        acc: &mut [Line],
+    ) {
+        all_values::<I, E>(self.0, task, tile, run, ahead, weights, acc);
     }
 
     #[inline(always)]
@@ -183,8 +213,9 @@ fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<
     }
 }
 
-/// Computes one split of several KV heads whose vectors lie in blocks, nearly in the order in which
-/// they lie there: all heads' scores of a tile, block by block, and then their values.
+/// Computes one split of several KV heads whose vectors lie in blocks, in the order in which they
+/// lie there: all heads' scores of a tile, block by block, and then their values, block by block
+/// where [`Products::VALUES_IN_RUNS`], else head by head.
 #[inline(always)]
 fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     let task = work.task;
@@ -200,14 +231,22 @@ fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     work.parts.clear();
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.next_tile(task) {
+        if P::VALUES_IN_RUNS {
+            steps.next.touch(isa);
+        }
         for run in 0..steps.tile.runs() {
             let quads = steps.tile.quads_of(run);
             for kv_head in 0..task.kv_heads as usize {
                 steps.tile.turn_to(kv_head);
-                let mut ahead = steps.tile.ahead_in_runs::<true>(run, kv_head);
                 let q = &q[kv_head * lines..][..lines];
                 let scores = &mut scores[kv_head * heads..][..heads];
-                products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
+                if P::VALUES_IN_RUNS {
+                    let mut ahead = steps.later_in_runs(Kv::K, run, kv_head, task.group, 1);
+                    products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
+                } else {
+                    let mut ahead = steps.tile.ahead_in_runs::<true>(run, kv_head);
+                    products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
+                }
             }
         }
         let passes = products.passes(&steps.tile, heads);
@@ -218,9 +257,24 @@ fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
             let scores = &mut scores[kv_head * heads..][..heads];
             let mut part = work.parts.of(kv_head);
             isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
-            let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-            let mut ahead = steps.values_ahead_in_runs(kv_head, passes);
-            products.values(task, tile, &mut ahead, scores, memory, acc);
+            if !P::VALUES_IN_RUNS {
+                let acc = part.acc.as_chunks_mut::<WIDTH>().0;
+                let mut ahead = steps.values_ahead_in_runs(kv_head, passes);
+                products.values(task, tile, &mut ahead, scores, memory, acc);
+            }
+        }
+        if !P::VALUES_IN_RUNS {
+            continue;
+        }
+        for run in 0..steps.tile.runs() {
+            let keys = steps.tile.keys_of(run);
+            for kv_head in 0..task.kv_heads as usize {
+                steps.tile.turn_to(kv_head);
+                let scores = &scores[kv_head * heads..][..heads];
+                let acc = work.parts.of(kv_head).acc.as_chunks_mut::<WIDTH>().0;
+                let mut ahead = steps.later_in_runs(Kv::V, run, kv_head, task.group, passes);
+                products.values_of_run(task, &steps.tile, keys, &mut ahead, scores, acc);
+            }
         }
     }
 }
@@ -295,6 +349,33 @@ impl<'a> Steps<'a> {
             self.tile.ahead(Kv::V, kv_head + 1, passes)
         } else {
             self.next.first_in_runs(passes)
+        }
+    }
+
+    /// What is read some steps after a run of one KV head, where each step is one: K vectors of all
+    /// runs, then V vectors, then the next tile's K vectors. Steps of several query heads take
+    /// longer, and are best begun with later ones under way.
+    #[inline(always)]
+    fn later_in_runs(
+        &self,
+        kv: Kv,
+        run: usize,
+        kv_head: usize,
+        group: usize,
+        passes: usize,
+    ) -> Run<'a> {
+        let runs = self.tile.runs();
+        let distance = if group == 1 { runs / 2 } else { runs };
+        let (mut run, mut kv_head) = (run, kv_head + distance);
+        while kv_head >= self.kv_heads {
+            (run, kv_head) = (run + 1, kv_head - self.kv_heads);
+        }
+        if run < runs {
+            return self.tile.run_ahead(kv, run, kv_head, passes);
+        }
+        match kv {
+            Kv::K => self.tile.run_ahead(Kv::V, run - runs, kv_head, passes),
+            Kv::V => self.next.run_ahead(Kv::K, run - runs, kv_head, passes),
         }
     }
 

@@ -246,6 +246,37 @@ impl<'a> Tile<'a> {
         ahead
     }
 
+    /// The keys of a run.
+    pub(super) fn keys_of(&self, run: usize) -> Keys {
+        (run * self.run_quads * QUAD, (run + 1) * self.run_quads * QUAD)
+    }
+
+    /// Asks for the first bytes of every run, so that what must be looked up of their pages is there
+    /// when more of them is asked for.
+    #[inline(always)]
+    pub(super) fn touch<I: Isa>(&self, isa: I) {
+        for at in self.at.iter().step_by(self.run_quads * QUAD) {
+            let first = self.pool.as_ptr().wrapping_add(*at);
+            isa.prefetch(first);
+            isa.prefetch(first.wrapping_add(self.to_v));
+        }
+    }
+
+    /// The vectors of one run and KV head, to be asked for in `passes` pieces for each quad.
+    #[inline(always)]
+    pub(super) fn run_ahead(&self, kv: Kv, run: usize, kv_head: usize, passes: usize) -> Run<'a> {
+        let shift = passes.max(1).ilog2();
+        let at = self.at.get(run * self.run_quads * QUAD).copied().unwrap_or(0);
+        let nothing = self.seen == [(0, 0); 2];
+        Run {
+            pool: self.pool,
+            at: at + kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 },
+            pieces: if nothing { 0 } else { self.run_quads << shift },
+            bytes: (QUAD * self.row_bytes) >> shift,
+            even: passes.is_power_of_two(),
+        }
+    }
+
     /// What is read one KV head's K vectors later than those of a run and a KV head, where all KV
     /// heads' scores come before their values: more K vectors, or the first KV head's V vectors.
     #[inline(always)]
@@ -414,6 +445,34 @@ impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
         let first = self.pool.as_ptr().wrapping_add(first);
         self.next += 1;
         if SPREAD && self.even {
+            return Some(first);
+        }
+        prefetch(isa, first, self.bytes);
+        None
+    }
+}
+
+/// The vectors of one KV head in one run, as an [`Ahead`]: line by line, as of [`Vectors`].
+#[derive(Debug)]
+pub(super) struct Run<'a> {
+    pool: &'a [u8],
+    /// Byte offset of the next piece.
+    at: usize,
+    /// How many are left.
+    pieces: usize,
+    /// Bytes of a piece.
+    bytes: usize,
+    /// Whether the pieces are as long as what is read meanwhile.
+    even: bool,
+}
+
+impl Ahead for Run<'_> {
+    #[inline(always)]
+    fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
+        self.pieces = self.pieces.checked_sub(1)?;
+        let first = self.pool.as_ptr().wrapping_add(self.at);
+        self.at += self.bytes;
+        if self.even {
             return Some(first);
         }
         prefetch(isa, first, self.bytes);

@@ -11,13 +11,14 @@ use super::lanes::{Element, Isa, Line, WIDTH};
 use super::task::Task;
 use super::tile::{Ahead, Keys, NOTHING, QUAD, TILE, Tile, TileRow, prefetch};
 
-/// Adds the weighted values of a step to the accumulators of all heads, and asks for the keys of
-/// the next one.
+/// Adds the weighted values of the keys `within` to the accumulators of all heads, and asks for
+/// what comes next.
 #[inline(always)]
 pub(super) fn all_values<I: Isa, E: Element>(
     isa: I,
     task: &Task<'_>,
     tile: &Tile<'_>,
+    within: Keys,
     ahead: &mut impl Ahead,
     weights: &[TileRow],
     acc: &mut [Line],
@@ -29,20 +30,23 @@ pub(super) fn all_values<I: Isa, E: Element>(
     let (_, first) = last_two(tile.seen_by(task, 0));
     let common = (last.0, first.1);
     let common = if last.0 < last.1 && common.0 < common.1 { common } else { (TILE, TILE) };
+    let part = |(from, to): Keys| (from.max(within.0), to.min(within.1));
     for row in 0..task.rows {
         let (sinks, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
-        add::<I, E>(isa, tile, NOTHING, sinks, heads, weights, lines, acc);
-        add::<I, E>(isa, tile, NOTHING, (from, to.min(common.0)), heads, weights, lines, acc);
+        let rest = part((from, to.min(common.0)));
+        add::<I, E>(isa, tile, NOTHING, part(sinks), heads, weights, lines, acc);
+        add::<I, E>(isa, tile, NOTHING, rest, heads, weights, lines, acc);
     }
     let heads = weights.len();
-    add::<I, E>(isa, tile, Some(ahead), common, heads, weights, lines, acc);
+    add::<I, E>(isa, tile, Some(ahead), part(common), heads, weights, lines, acc);
     for row in 0..task.rows {
         let (_, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
-        add::<I, E>(isa, tile, NOTHING, (from.max(common.1), to), heads, weights, lines, acc);
+        let rest = part((from.max(common.1), to));
+        add::<I, E>(isa, tile, NOTHING, rest, heads, weights, lines, acc);
     }
 }
 
