@@ -15,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <condition_variable>
 #include <fstream>
 #include <mutex>
@@ -145,6 +146,9 @@ struct Engine {
     std::atomic<bool> over{false};
     // Under `turn`:
     Latencies begins, steps, others;
+    std::string folder;   // of saves
+    bool blocks = false;  // whether there is a prefix index
+    uint64_t saves = 0;
     uint64_t tokens_checked = 0, forks = 0, rewinds = 0, cancels = 0, refusals = 0, pins = 0;
 };
 
@@ -171,6 +175,8 @@ public:
 private:
     static constexpr size_t MOST = 6;
     static constexpr uint32_t TENANTS = 3, SYSTEM_PROMPTS = 4;
+    // Operations between two saves: a file that is on the disk takes as long as thousands of them.
+    static constexpr uint32_t SAVES = 20000;
 
     template <class Call>
     auto timed(Latencies& latencies, Call call) {
@@ -182,6 +188,7 @@ private:
 
     void one() {
         const uint32_t what = random_.below(100);
+        if (random_.one_in(SAVES)) return save();
         if (live_.empty() || (what < 12 && live_.size() < MOST)) return begin();
         if (what < 70) return step();
         Live& any = live_[random_.below(static_cast<uint32_t>(live_.size()))];
@@ -353,15 +360,7 @@ private:
             ++engine_.refusals;
             return;
         }
-        Live other;
-        other.tokens.reserve(engine_.shape.max_len);
-        other.history.reserve(engine_.shape.max_len);
-        other.tokens.assign(live.tokens.begin(), live.tokens.end());
-        other.history.assign(live.history.begin(), live.history.end());
-        other.len = live.len;
-        other.high_water = live.high_water;
-        other.limit = live.limit;
-        other.tenant = live.tenant;
+        Live other = copy_of(live);
         other.sequence = std::move(*forked);
         check(other);
         live_.push_back(std::move(other));
@@ -404,6 +403,48 @@ private:
             CHECK(pin.status() == Status::nothing_to_pin || pin.status() == Status::no_pin ||
                   pin.status() == Status::not_admitted || pin.status() == Status::reuse_off);
         }
+    }
+
+    // All prefixes, or one of its sequences, to a file and back into the cache that still has them.
+    void save() {
+        const std::string path =
+            engine_.folder + (number_ % 2 == 0 ? "/prefixes" : "/sequence") + std::to_string(number_);
+        if (number_ % 2 == 0) {
+            if (!engine_.blocks) return;
+            CHECK(engine_.cache.save_prefixes(path.c_str()).ok());
+            if (random_.one_in(2)) CHECK(engine_.cache.clear_cached().ok());
+            CHECK(engine_.cache.restore_prefixes(path.c_str()).ok());
+        } else {
+            if (live_.empty() || live_.size() == MOST) return;
+            const Live& live = live_.front();
+            if (live.len == 0) return;
+            CHECK(engine_.cache.save_sequence(live.sequence, path.c_str()).ok());
+            auto begun = engine_.cache.restore_sequence(path.c_str());
+            if (!begun) {
+                CHECK(begun.status() == Status::not_admitted || begun.status() == Status::no_seq_slot);
+                ++engine_.refusals;
+                return;
+            }
+            Live other = copy_of(live);
+            other.limit = begun->limit;
+            other.sequence = std::move(begun->sequence);
+            check(other);
+            live_.push_back(std::move(other));
+        }
+        ++engine_.saves;
+    }
+
+    Live copy_of(const Live& live) const {
+        Live other;
+        other.tokens.reserve(engine_.shape.max_len);
+        other.history.reserve(engine_.shape.max_len);
+        other.tokens.assign(live.tokens.begin(), live.tokens.end());
+        other.history.assign(live.history.begin(), live.history.end());
+        other.len = live.len;
+        other.high_water = live.high_water;
+        other.limit = live.limit;
+        other.tenant = live.tenant;
+        return other;
     }
 
     void retain(Live& live) {
@@ -507,6 +548,12 @@ int main(int argc, char** argv) {
     Engine engine;
     engine.cache = kvpool::Cache::open(kvpool::Plan::create(config).value()).value();
     engine.shape = shape_of(engine.cache);
+    for (uint32_t group = 0; group < engine.cache.plan_info()->num_groups; ++group) {
+        engine.blocks |= engine.cache.group(group)->reuse() == kvpool::Reuse::index;
+    }
+    char folder[] = "/tmp/kvpool-soak-XXXXXX";
+    CHECK(mkdtemp(folder) != nullptr);
+    engine.folder = folder;
     std::printf("%d threads for %.0f s; latencies are p50, p99 and p99.9 of the line's time\n", threads,
                 seconds);
     std::vector<std::thread> workers;
@@ -526,20 +573,22 @@ int main(int argc, char** argv) {
 
     const auto stats = engine.cache.stats().value();
     std::printf(
-        "begun %llu, refused %llu, steps %llu, cancelled %llu, forks %llu, rewinds %llu, pins %llu, hits "
-        "%llu "
-        "of %llu tokens, copies on write %llu, evictions %llu, tokens read back %llu\n",
+        "begun %llu, refused %llu, steps %llu, cancelled %llu, forks %llu, rewinds %llu, pins %llu, saves "
+        "%llu, "
+        "hits %llu of %llu tokens, copies on write %llu, evictions %llu, tokens read back %llu\n",
         static_cast<unsigned long long>(stats.seqs_begun), static_cast<unsigned long long>(engine.refusals),
         static_cast<unsigned long long>(stats.steps_committed),
         static_cast<unsigned long long>(stats.steps_cancelled), static_cast<unsigned long long>(engine.forks),
         static_cast<unsigned long long>(engine.rewinds), static_cast<unsigned long long>(engine.pins),
+        static_cast<unsigned long long>(engine.saves),
         static_cast<unsigned long long>(stats.prefix_hit_tokens),
         static_cast<unsigned long long>(stats.prefix_query_tokens),
         static_cast<unsigned long long>(stats.cow_copies), static_cast<unsigned long long>(stats.evictions),
         static_cast<unsigned long long>(engine.tokens_checked));
     CHECK(engine.forks > 0 && engine.rewinds > 0 && engine.cancels > 0 && engine.refusals > 0);
     CHECK(stats.prefix_hit_tokens > 0 && engine.tokens_checked > 0);
-    if (stats.blocks_published > 0) {
+    std::filesystem::remove_all(engine.folder);
+    if (engine.blocks) {
         CHECK(stats.evictions > 0 && stats.cow_copies > 0 && engine.pins > 0);
     }
     // Nothing is held any more, and what is left is whole.
