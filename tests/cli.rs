@@ -356,7 +356,10 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
         assert_eq!(one["checksum"], first.expect("itself")["checksum"], "{one}");
     }
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
-    assert!(bad(&["bench", "sideways"], 2).contains("<decode|append|prefill|manager|capi|cost|on-demand>"));
+    assert!(
+        bad(&["bench", "sideways"], 2)
+            .contains("<decode|append|prefill|manager|capi|cost|on-demand>")
+    );
 }
 
 #[test]

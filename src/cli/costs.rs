@@ -59,9 +59,8 @@ pub(super) fn cost(file: &File, as_json: bool) -> Result<(), CliError> {
     }
     let _ = write!(
         text,
-        "[cost]\nbandwidth = \"{:.2} GB\"    # plain loads: {dram_gbps:.2} GB/s\nstep_us = {step_us:.1}\ntoken_us = \
-         {token_us:.2}\nweight_bytes = 0\n",
-        gbps
+        "[cost]\nbandwidth = \"{gbps:.2} GB\"    # plain loads: {dram_gbps:.2} GB/s\nstep_us = {step_us:.1}\ntoken_us = \
+         {token_us:.2}\nweight_bytes = 0\n"
     );
     print(&text)
 }

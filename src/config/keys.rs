@@ -118,7 +118,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ),
     ("cost.step_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
     ("cost.token_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
-    ("cost.weight_bytes", "expected a number of bytes above 0, or a size such as \"16 GB\""),
+    ("cost.weight_bytes", "expected a number of bytes, or a size such as \"16 GB\""),
     ("goals", "expected a table [goals] with first_token_ms and token_ms"),
     ("goals.first_token_ms", "expected a number of milliseconds above 0"),
     ("goals.token_ms", "expected a number of milliseconds above 0"),

@@ -304,15 +304,23 @@ fn explain(path: &str, message: &str, root: &Value) -> Complaint {
 
 /// Reads a size that is given as a number of bytes or as a text with a unit.
 pub(super) fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
-    deserializer.deserialize_any(SizeVisitor)
+    deserializer.deserialize_any(SizeVisitor { may_be_none: false })
 }
 
-struct SizeVisitor;
+/// Reads a size that may be 0.
+pub(super) fn size_or_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
+    deserializer.deserialize_any(SizeVisitor { may_be_none: true })
+}
+
+struct SizeVisitor {
+    may_be_none: bool,
+}
 
 impl SizeVisitor {
     /// A size that can be written back: TOML's integers have 63 bits and a sign.
-    fn in_range<E: de::Error>(bytes: Bytes, text: impl fmt::Debug) -> Result<Bytes, E> {
-        if bytes == Bytes::ZERO || i64::try_from(bytes.get()).is_err() {
+    fn in_range<E: de::Error>(&self, bytes: Bytes, text: impl fmt::Debug) -> Result<Bytes, E> {
+        let is_none = bytes == Bytes::ZERO && !self.may_be_none;
+        if is_none || i64::try_from(bytes.get()).is_err() {
             let problem = format!("{text:?} is out of range (above 0, below 8 EiB)");
             return Err(Self::refuse(problem));
         }
@@ -335,17 +343,17 @@ impl Visitor<'_> for SizeVisitor {
     fn visit_i64<E: de::Error>(self, number: i64) -> Result<Bytes, E> {
         let bytes = u64::try_from(number)
             .map_err(|_| Self::refuse(format!("found the integer {number}")))?;
-        Self::in_range(Bytes(bytes), number)
+        self.in_range(Bytes(bytes), number)
     }
 
     fn visit_u64<E: de::Error>(self, number: u64) -> Result<Bytes, E> {
-        Self::in_range(Bytes(number), number)
+        self.in_range(Bytes(number), number)
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Bytes, E> {
         let bytes = text
             .parse()
             .map_err(|error: crate::units::SizeError| Self::refuse(error.to_string()))?;
-        Self::in_range(bytes, text)
+        self.in_range(bytes, text)
     }
 }

@@ -58,6 +58,15 @@ impl Origins {
         self.lines.contains_key(key) || self.overridden.contains(key)
     }
 
+    /// Forgets a key and all below it: the command line has taken it out.
+    pub(super) fn take_out(&mut self, key: &str) {
+        let is_out = |own: &str| {
+            own.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        self.lines.retain(|own, _| !is_out(own));
+        self.overridden.retain(|own| !is_out(own));
+    }
+
     /// The complaint, with the place that it is about.
     pub(super) fn locate(&self, complaint: Complaint) -> ConfigError {
         let Complaint { key, problem, help } = complaint;

@@ -23,7 +23,9 @@ pub(super) fn set(
     }
     let text = text.trim();
     if text.is_empty() {
-        return remove(table, &parts).map_err(refused);
+        remove(table, &parts).map_err(refused)?;
+        origins.take_out(&parts.join("."));
+        return Ok(());
     }
     let value = text.parse().unwrap_or_else(|_| Value::String(text.to_owned()));
 

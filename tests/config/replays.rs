@@ -96,6 +96,23 @@ fn is_cost(line: &str) -> bool {
 }
 
 #[test]
+fn what_the_command_line_takes_out_is_not_there() {
+    let text = with_line(
+        &replayed(),
+        10,
+        "kind = \"generator\"\narrivals = \"poisson\"\nrequests_per_s = 2.0",
+    );
+    let out = ["workload.arrivals=", "workload.requests_per_s=", "sweep="].map(str::to_owned);
+    let source = kvpool::config::parse(&text, "t.toml".as_ref(), &out);
+    let source = source.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(source.variants().len(), 1);
+    // What has no weights of its own reads none.
+    let none = "weight_bytes = 0";
+    let text = replayed().replace("weight_bytes = 1_000_000", none);
+    assert!(text.contains(none) && read(&text).is_ok());
+}
+
+#[test]
 fn edge_64_sweeps_are_checked_like_variants() {
     let text = replayed();
     refused_line(

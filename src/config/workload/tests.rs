@@ -82,7 +82,7 @@ fn counts_belong_to_what_they_count() {
     for wrong in [
         WorkloadConfig { compute: Compute::Attention, ..answers.clone() },
         WorkloadConfig { turns: four, ..answers.clone() },
-        WorkloadConfig { shared_prefix_tokens: four, ..answers.clone() },
+        WorkloadConfig { shared_prefix_tokens: four, ..answers },
     ] {
         assert_eq!(refused(&wrong, &["answers"]), "workload.answers");
     }

@@ -11,6 +11,9 @@ use crate::units::grouped;
 /// The most variants whose memory and blocks are drawn, each in a picture of its own.
 const MOST_DRAWN: usize = 24;
 
+/// What is drawn of a point, and its name.
+type Part = (fn(&Point) -> u64, &'static str);
+
 /// The kinds of memory, from the bottom to the top: colour, name, and how much of it there is.
 type Kind = (&'static str, &'static str, fn(&Point) -> u64);
 const KINDS: [Kind; 6] = [
@@ -149,7 +152,7 @@ pub(super) fn fragmentation(runs: &[&VariantResult]) -> String {
             Axis::bytes("", float(most)),
             &format!("free memory of {} over time", run.variant),
         );
-        let parts: [(fn(&Point) -> u64, &str); 2] =
+        let parts: [Part; 2] =
             [(|point| point.free, "free"), (|point| point.largest_run, "largest free piece")];
         for (index, (of, name)) in parts.into_iter().enumerate() {
             let points: Vec<(f64, f64)> =

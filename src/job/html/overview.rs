@@ -11,6 +11,10 @@ use crate::units::{counted, grouped};
 
 type Value = fn(&VariantResult) -> f64;
 
+/// What a variant can be first in: what it does, what is counted, the number, how it is written, and
+/// whether more is better.
+type Merit = (&'static str, &'static str, Value, fn(f64) -> String, bool);
+
 /// What is wasted of a pool in the mean: held or promised, and without a token.
 fn wasted(run: &VariantResult) -> f64 {
     run.mean_block_waste_bytes + run.mean_slot_waste_bytes + run.mean_promised_bytes
@@ -29,7 +33,7 @@ fn refused(run: &VariantResult) -> u64 {
 pub(super) fn in_short(runs: &[&VariantResult]) -> String {
     let goals = runs.iter().any(|run| run.goodput_per_s.is_some());
     let served = if goals { "requests a second within the goals" } else { "requests a second" };
-    let most: [(&str, &str, Value, fn(f64) -> String, bool); 5] = [
+    let most: [Merit; 5] = [
         ("finds the most in the cache", "of the prompts’ tokens", |r| r.hit_rate, percent, true),
         ("runs the most at once", "requests, in the mean", |r| r.mean_running, trimmed, true),
         ("serves the most", served, rate, trimmed, true),

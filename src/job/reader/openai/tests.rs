@@ -5,12 +5,12 @@ use proptest::prelude::*;
 use super::*;
 use crate::config::WorkloadKind;
 
-fn requests(config: WorkloadConfig) -> Requests {
-    Requests::new(&config).expect("no tokenizer, or a good one")
+fn requests(config: &WorkloadConfig) -> Requests {
+    Requests::new(config).expect("no tokenizer, or a good one")
 }
 
 fn plain() -> Requests {
-    requests(WorkloadConfig::new(WorkloadKind::OpenaiJsonl))
+    requests(&WorkloadConfig::new(WorkloadKind::OpenaiJsonl))
 }
 
 /// A line's lengths and hashes.
@@ -71,7 +71,7 @@ fn outputs_are_drawn_where_requests_do_not_say() {
         ..WorkloadConfig::new(WorkloadKind::OpenaiJsonl)
     };
     let all = |seed| {
-        let mut requests = requests(WorkloadConfig { seed, ..drawing.clone() });
+        let mut requests = requests(&WorkloadConfig { seed, ..drawing.clone() });
         (0..9)
             .map(|_| row(&mut requests, "{\"prompt\": [1]}").expect("drawn").1)
             .collect::<Vec<_>>()
@@ -79,7 +79,7 @@ fn outputs_are_drawn_where_requests_do_not_say() {
     assert_eq!(all(1), all(1));
     assert_ne!(all(1), all(2));
     assert!(all(1).iter().all(|output| (3..=90).contains(output)));
-    let said = row(&mut requests(drawing), "{\"prompt\": [1], \"max_tokens\": 500}");
+    let said = row(&mut requests(&drawing), "{\"prompt\": [1], \"max_tokens\": 500}");
     assert_eq!(said.expect("said").1, 500);
 }
 
@@ -132,7 +132,7 @@ mod with_tokenizer {
             tokenizer: Some(path),
             ..WorkloadConfig::new(WorkloadKind::OpenaiJsonl)
         };
-        (requests(named), folder)
+        (requests(&named), folder)
     }
 
     #[test]
