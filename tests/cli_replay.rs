@@ -187,7 +187,7 @@ fn prompts_in_openais_form_are_a_workload() {
     let words = job(&["--set", "workload.skip_damaged_lines=true", "--json"]);
     let output = kvpool(&words.iter().map(String::as_str).collect::<Vec<_>>());
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    let document: Value = serde_json::from_str(&text(&output.stdout)).expect("JSON");
+    let document: Value = serde_json::from_str(text(&output.stdout)).expect("JSON");
     assert_eq!(document["workload"]["requests"], 8);
     assert_eq!(document["workload"]["damaged_lines"], 1);
     // Each prompt is the one before it without its last token, so its whole runs were there.

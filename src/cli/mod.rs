@@ -66,7 +66,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Replay the file's workload through each of its variants, without computing
+    /// Run the file's workload through each of its variants, replayed or computed, and compare them
     Compare {
         #[command(flatten)]
         file: File,
