@@ -138,6 +138,7 @@ impl Spec {
             workload: None,
             cost: None,
             goals: None,
+            generate: None,
             variant: Vec::new(),
             sweep: Vec::new(),
         }

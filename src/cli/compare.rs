@@ -4,11 +4,10 @@ use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::AtomicBool;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CliError, Shard, print, table, text_of};
+use super::{CliError, Shard, print, stopped_by_signals, table, text_of};
 use crate::config::{Compute, Source, WorkloadConfig};
 use crate::job::replay::{
     Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, WorkloadSummary, replay,
@@ -28,9 +27,6 @@ pub(super) struct Options<'a> {
     pub(super) shard: Option<Shard>,
 }
 
-/// Set when the user has pressed Ctrl-C.
-pub(super) static STOP: AtomicBool = AtomicBool::new(false);
-
 /// Runs the job of a file, prints what came out and writes it where it is wanted.
 pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
     let computes = |workload: &WorkloadConfig| workload.compute == Compute::Attention;
@@ -45,9 +41,8 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
         (true, Some(folder)) => output::read(folder)?.map_or_else(Vec::new, |before| before.runs),
         _ => Vec::new(),
     };
-    catch_signals();
     let shard = options.shard.map(|shard| (shard.part, shard.of));
-    let asked = ReplayOptions { shard, done: &done, stop: Some(&STOP) };
+    let asked = ReplayOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
     let report = match Bars::new() {
         Some(bars) => {
             let report = replay(source, &asked, &bars);
@@ -57,12 +52,6 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
         None => replay(source, &asked, &job::Silent)?,
     };
     show(&report, options)
-}
-
-/// Lets Ctrl-C and a request to end set [`STOP`].
-pub(super) fn catch_signals() {
-    // Where signals cannot be caught, the default ends the program.
-    let _ = ctrlc::set_handler(|| STOP.store(true, std::sync::atomic::Ordering::Relaxed));
 }
 
 /// Prints a report, writes its files, and says what is missing or wrong.

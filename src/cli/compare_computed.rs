@@ -3,12 +3,10 @@
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
-use super::compare::{
-    Options, STOP, WIDTH, catch_signals, figure, interrupted, percent, short, whole,
-};
+use super::compare::{Options, WIDTH, figure, interrupted, percent, short, whole};
 use super::progress::{Bars, NoBars};
 use super::run::{allocated, devices, warning};
-use super::{CliError, print, table, text_of};
+use super::{CliError, print, stopped_by_signals, table, text_of};
 use crate::config::Source;
 use crate::job::computed::{self, ComputeOptions, Computed};
 use crate::job::{self, Run, RunReport};
@@ -24,9 +22,8 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
         (true, Some(folder)) => computed::read(folder)?.map_or_else(Vec::new, |before| before.runs),
         _ => Vec::new(),
     };
-    catch_signals();
     let shard = options.shard.map(|shard| (shard.part, shard.of));
-    let asked = ComputeOptions { shard, done: &done, stop: Some(&STOP) };
+    let asked = ComputeOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
     let report = match Bars::new() {
         Some(mut bars) => computed::compute(source, &asked, &mut bars)?,
         None => computed::compute(source, &asked, &mut NoBars)?,

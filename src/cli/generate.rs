@@ -2,20 +2,17 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
 
 use clap::{Args, value_parser};
 
-use super::{CliError, File};
-use crate::cache::Cache;
-use crate::config::Source;
-use crate::device::resolve_budget;
+use super::{CliError, File, stopped_by_signals};
+use crate::config::{MAX_ANSWERS, Source};
 use crate::error::ModelError;
-use crate::job::model::batch::{self, Answer, Counts, Listener, Request};
-use crate::job::model::jsonl::{self, Defaults, ToFile, Writer};
-use crate::job::model::sample::Sampling;
-use crate::job::model::{self, Engine, Model};
-use crate::plan::Plan;
+use crate::job::model;
+use crate::job::model::batch::{Answer, Listener};
+use crate::job::model::completions::{Done, complete, drive};
+use crate::job::model::jsonl::{self, Defaults, Writer};
 use crate::units::counted;
 
 /// What to write, and how.
@@ -36,23 +33,23 @@ pub(super) struct GenerateArgs {
     /// With --batch: go on with the file of completions of a run that was interrupted
     #[arg(long, requires = "batch")]
     resume: bool,
-    /// Answers to a prompt
-    #[arg(short, long = "answers", value_name = "N", default_value_t = 1,
-          value_parser = value_parser!(u32).range(1..=1024))]
-    n: u32,
-    /// Tokens of an answer at most
-    #[arg(long, value_name = "N", default_value_t = 256,
-          value_parser = value_parser!(u32).range(1..))]
-    max_tokens: u32,
-    /// Divides the scores of the tokens; 0 always takes the best
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
-    temperature: f32,
-    /// Consider only the most likely tokens, until their shares come to this
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
-    top_p: f32,
-    /// Where the chance comes from
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    seed: u64,
+    /// Answers to a prompt [default: that of the file's [generate], or 1]
+    #[arg(short, long = "answers", value_name = "N",
+          value_parser = value_parser!(u32).range(1..=i64::from(MAX_ANSWERS)))]
+    n: Option<u32>,
+    /// Tokens of an answer at most [default: that of the file's [generate], or 256]
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..))]
+    max_tokens: Option<u32>,
+    /// Divides the scores of the tokens; 0 always takes the best [default: that of [generate], or 0]
+    #[arg(long, value_name = "T")]
+    temperature: Option<f32>,
+    /// Consider only the most likely tokens, until their shares come to this [default: that of
+    /// [generate], or 1]
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Where the chance comes from [default: that of [generate], or 0]
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
     /// A text that ends an answer; can be given more than once
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -92,61 +89,61 @@ impl Listener for ToTerminal {
     }
 }
 
+/// What the command line says, and where it says nothing the file's `[generate]`.
+fn defaults(args: &GenerateArgs, source: &Source) -> Result<Defaults, ModelError> {
+    let mut defaults = source.config.generate.as_ref().map(Defaults::of).unwrap_or_default();
+    let sampling = &mut defaults.sampling;
+    sampling.temperature = args.temperature.unwrap_or(sampling.temperature);
+    sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
+    sampling.seed = args.seed.unwrap_or(sampling.seed);
+    if let Some(problem) = sampling.problem() {
+        return Err(ModelError::Setting(problem));
+    }
+    defaults.answers = args.n.unwrap_or(defaults.answers);
+    defaults.max_tokens = args.max_tokens.unwrap_or(defaults.max_tokens);
+    if !args.stop.is_empty() {
+        defaults.stop.clone_from(&args.stop);
+    }
+    defaults.ignore_ends |= args.ignore_end;
+    Ok(defaults)
+}
+
 pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let source = args.file.load()?;
-    let sampling = Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed };
-    if let Some(problem) = sampling.problem() {
-        return Err(ModelError::Setting(problem).into());
-    }
-    let defaults = Defaults {
-        answers: args.n,
-        max_tokens: args.max_tokens,
-        sampling,
-        stop: args.stop.clone(),
-        ignore_ends: args.ignore_end,
-    };
+    let defaults = defaults(args, &source)?;
     let model = model::load(&source)?;
-    let began = Instant::now();
-    let (counts, timing) = match (&args.prompt, &args.batch, &args.out) {
+    let config = model::config_of(&source);
+    let done = match (&args.prompt, &args.batch, &args.out) {
         (Some(prompt), ..) => {
             let request = defaults.request(&model.tokenizer, prompt);
-            let mut listener = ToTerminal { streams: args.n == 1 };
-            drive(&source, &model, &[request], &mut listener)?
+            let mut listener = ToTerminal { streams: defaults.answers == 1 };
+            drive(&model, &config, &[request], &mut listener, &AtomicBool::new(false))?
         }
         (None, Some(prompts), Some(out)) => {
-            let mut prompts = jsonl::read(prompts, &model.tokenizer, &defaults)?;
-            let (writer, done) = Writer::open(out, args.resume)?;
-            prompts.retain(|prompt| !done.contains(&prompt.line));
-            let requests: Vec<Request> =
-                prompts.iter().map(|prompt| prompt.request.clone()).collect();
-            drive(&source, &model, &requests, &mut ToFile { prompts: &prompts, writer })?
+            let prompts = jsonl::read(prompts, &model.tokenizer, &defaults)?;
+            let mut writer = Writer::open(out, args.resume, &prompts, &config)?;
+            let to_do = writer.to_do(&prompts);
+            let stop = stopped_by_signals();
+            let done = complete(&model, &config, &to_do, &mut writer, stop, &mut || {})?;
+            if !done.counts.interrupted {
+                writer.finish()?;
+            }
+            done
         }
         // The command line does not let this through.
         _ => return Ok(()),
     };
-    let wall_s = began.elapsed().as_secs_f64();
-    report(&counts, timing, wall_s)?;
+    report(&done)?;
+    if done.counts.interrupted {
+        let problem = "interrupted; what is done is in the file, --resume goes on with it";
+        return Err(CliError::Problems(vec![problem.to_owned()]));
+    }
     Ok(())
 }
 
-/// Opens cache and engine, and runs the requests.
-fn drive(
-    source: &Source,
-    model: &Model,
-    requests: &[Request],
-    listener: &mut dyn Listener,
-) -> Result<(Counts, model::Timing), ModelError> {
-    let mut config = model::config_of(source);
-    resolve_budget(&mut config).map_err(crate::error::OpenError::from)?;
-    let plan = Plan::new(&config, &source.geometry)?;
-    let mut engine = Engine::new(model, &plan, &config.device)?;
-    let mut cache = Cache::open_on_device(plan, &config.device, None)?;
-    let counts = batch::run(&mut engine, &mut cache, &model.tokenizer, requests, listener)?;
-    Ok((counts, engine.timing()))
-}
-
 /// What the run did, to the standard error.
-fn report(counts: &Counts, timing: model::Timing, wall_s: f64) -> io::Result<()> {
+fn report(done: &Done) -> io::Result<()> {
+    let Done { counts, timing, wall_s, .. } = *done;
     let model::Timing { attention_s, manager_s, total_s } = timing;
     let percent = |part: f64| if total_s > 0.0 { 100.0 * part / total_s } else { 0.0 };
     let preempted = match counts.preemptions {

@@ -1,8 +1,9 @@
 //! The command line.
 //!
-//! - `kvpool run CONFIG` drives the file's workload through each of its variants.
-//! - `kvpool compare CONFIG` replays the workload through each variant without computing, on a
-//!   simulated clock, and writes a report; `kvpool merge` puts its shards together.
+//! - `kvpool run CONFIG` drives the file's workload through each of its variants; with the feature
+//!   `model` it also completes the prompts of a file with `[generate]`.
+//! - `kvpool compare CONFIG` runs the workload through each variant, replayed on a simulated clock
+//!   or computed, and writes a report; `kvpool merge` puts its shards together.
 //! - `kvpool recommend CONFIG` replays candidates, and prints the best settings as a file.
 //! - `kvpool plan CONFIG` shows what a file will allocate, and allocates nothing.
 //! - `kvpool config CONFIG` prints the settings in force.
@@ -20,6 +21,8 @@
 mod bench;
 mod compare;
 mod compare_computed;
+#[cfg(feature = "model")]
+mod completions;
 mod costs;
 mod doctor;
 #[cfg(feature = "model")]
@@ -37,6 +40,7 @@ mod speed;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -55,16 +59,22 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Drive the file's workload through each of its variants, and check the answers
+    /// Drive the file's workload through each of its variants, and check the answers; or have its
+    /// model complete the prompts of [generate]
     Run {
         #[command(flatten)]
         file: File,
         /// Print one JSON document instead of a table
         #[arg(long)]
         json: bool,
-        /// Also write results.json and results.csv into this folder
+        /// Also write results.json and results.csv into this folder; of [generate], which needs it,
+        /// the completions and results.json
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        /// Go on with what the folder has of an interrupted run; only where the file has [generate]
+        /// or workload.compute = "none"
+        #[arg(long, requires = "out")]
+        resume: bool,
     },
     /// Run the file's workload through each of its variants, replayed or computed, and compare them
     Compare {
@@ -201,6 +211,9 @@ enum CliError {
     Model(#[from] crate::error::ModelError),
     #[error("the standard output cannot be written: {0}")]
     Output(#[from] io::Error),
+    /// The command line and the file do not go together.
+    #[error("{0}")]
+    Usage(String),
     /// The job ran, and this is not as it must be. A line each.
     #[error("{}", .0.join("\nerror: "))]
     Problems(Vec<String>),
@@ -216,6 +229,7 @@ impl CliError {
         matches!(
             self,
             Self::Config(_)
+                | Self::Usage(_)
                 | Self::Plan(_)
                 | Self::Job(
                     JobError::Config(_)
@@ -257,15 +271,8 @@ pub fn main() -> ExitCode {
 
 fn dispatch(command: &Command) -> Result<(), CliError> {
     match command {
-        Command::Run { file, json, out } => {
-            let source = file.load()?;
-            let replays = |workload: &WorkloadConfig| workload.compute == Compute::None;
-            if source.config.workload.as_ref().is_some_and(replays) {
-                let options =
-                    compare::Options { json: *json, out: out.as_deref(), ..Default::default() };
-                return compare::run(&source, &options);
-            }
-            run::run(&source, *json, out.as_deref())
+        Command::Run { file, json, out, resume } => {
+            run_job(&file.load()?, *json, out.as_deref(), *resume)
         }
         Command::Compare { file, json, out, resume, shard } => {
             let (out, resume) = (out.as_deref(), *resume);
@@ -284,6 +291,42 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Doctor { json } => doctor::run(*json),
         Command::Presets { json } => presets::run(*json),
     }
+}
+
+/// Runs the job of a file, whichever kind it is.
+fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Result<(), CliError> {
+    if source.config.generate.is_some() {
+        #[cfg(feature = "model")]
+        return completions::run(source, json, out, resume);
+        #[cfg(not(feature = "model"))]
+        return Err(CliError::Usage(
+            "[generate] needs the model engine, and this program was built without it; build it \
+             with --features model"
+                .to_owned(),
+        ));
+    }
+    let replays = |workload: &WorkloadConfig| workload.compute == Compute::None;
+    if source.config.workload.as_ref().is_some_and(replays) {
+        let options = compare::Options { json, out, resume, ..Default::default() };
+        return compare::run(source, &options);
+    }
+    if resume {
+        return Err(CliError::Usage(
+            "--resume is for files with [generate] or workload.compute = \"none\"; a job that \
+             computes attention runs as a whole"
+                .to_owned(),
+        ));
+    }
+    run::run(source, json, out)
+}
+
+/// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call on
+/// that is all that these do.
+fn stopped_by_signals() -> &'static AtomicBool {
+    static STOP: AtomicBool = AtomicBool::new(false);
+    // Where signals cannot be caught, the default ends the program.
+    let _ = ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed));
+    &STOP
 }
 
 /// Reads the results of shards and shows them as one.

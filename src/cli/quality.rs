@@ -28,6 +28,9 @@ pub(super) struct QualityArgs {
     #[arg(long, value_name = "N", default_value_t = 1024,
           value_parser = value_parser!(u32).range(2..))]
     window_tokens: u32,
+    /// The formats that are measured beside f32, such as f16,int8/per-group-32 (default: all)
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = quality::FORMATS)]
+    formats: Vec<String>,
     /// Print one JSON document instead of a table
     #[arg(long)]
     json: bool,
@@ -39,11 +42,14 @@ pub(super) fn run(args: &QualityArgs) -> Result<(), CliError> {
         .map_err(|error| ModelError::file(&args.text, error.to_string()))?;
     let model = model::load(&source)?;
     let tokens = model.tokenizer.encode(&text, false);
-    let options =
-        Options { windows: args.windows as usize, window_tokens: args.window_tokens as usize };
+    let options = Options {
+        windows: args.windows as usize,
+        window_tokens: args.window_tokens as usize,
+        formats: args.formats.clone(),
+    };
     let watched = io::stderr().is_terminal();
     let report =
-        quality::measure(&model, &model::config_of(&source), &tokens, options, &mut |done| {
+        quality::measure(&model, &model::config_of(&source), &tokens, &options, &mut |done| {
             if watched {
                 // Only for whoever watches.
                 let _ = writeln!(io::stderr(), "window {done} of {}", args.windows);

@@ -30,6 +30,9 @@ pub(super) struct SpeedArgs {
     #[arg(long, value_name = "NAME", value_delimiter = ',', default_value = "f16,int8",
           value_parser = bench::named::<Format>)]
     formats: Vec<Format>,
+    /// Make K and V of the context up instead of reading a text: writing takes as long
+    #[arg(long)]
+    made_up: bool,
 }
 
 /// What is read: plain prose, so that no format has an easy time of it.
@@ -45,6 +48,7 @@ pub(super) fn run(args: &SpeedArgs, json: bool) -> Result<(), CliError> {
         tokens: args.tokens,
         rounds: args.rounds,
         formats: args.formats.clone(),
+        made_up: args.made_up,
     };
     let tokens = model.tokenizer.encode(TEXT, false);
     let results = speed::measure(&model, &model::config_of(&source), &tokens, &options)?;
@@ -66,7 +70,7 @@ pub(super) fn run(args: &SpeedArgs, json: bool) -> Result<(), CliError> {
         table.add_row([
             one.format.clone(),
             one.context.to_string(),
-            format!("{:.0}", one.read_tokens_per_s),
+            one.read_tokens_per_s.map_or_else(|| "-".to_owned(), |speed| format!("{speed:.0}")),
             format!("{:.1}", one.write_tokens_per_s),
             format!("{:.2}", one.write_ms),
             format!("{:.2}", one.attention_ms),

@@ -70,6 +70,7 @@ pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complain
     check_events(config, geometry)?;
     check_pool(config)?;
     check_rope(config, geometry)?;
+    super::generate::check(config)?;
     super::job::check(config)?;
     check_device(&config.device)
 }

@@ -9,6 +9,7 @@ mod capacity;
 mod check;
 mod complaint;
 mod cost;
+mod generate;
 mod hf;
 mod job;
 mod keys;
@@ -27,6 +28,7 @@ mod workload;
 
 pub use check::{Invalid, MAX_TOKENS_PER_BLOCK, MIN_TOKENS_PER_BLOCK, contiguous_set, verify};
 pub use cost::{CostConfig, GoalsConfig};
+pub use generate::{GenerateConfig, GenerateEngine, MAX_ANSWERS};
 pub use length::LengthDistribution;
 pub use load::{Source, load, parse};
 pub use model::Geometry;
@@ -64,6 +66,9 @@ pub struct Config {
     /// library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<WorkloadConfig>,
+    /// Prompts that `kvpool run` has the model of `model.file` complete, in the place of a workload.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generate: Option<GenerateConfig>,
     /// How long a step takes on the simulated clock of a job that computes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost: Option<CostConfig>,

@@ -325,10 +325,7 @@ fn a_cache_goes_from_thread_to_thread_and_leaves_their_contexts_alone() {
     let spec = Spec { max_seq_len: 64, max_batch_tokens: 48, ..spec(Format::F16, FORMATS[1].1) };
     let want = drive(&mut spec.open());
     let mine = driver::current_context();
-    let opened = std::thread::spawn({
-        let spec = spec.clone();
-        move || spec.open()
-    });
+    let opened = std::thread::spawn(move || spec.open());
     let mut cache = opened.join().expect("opens");
     let got = std::thread::spawn(move || {
         driver::enter();

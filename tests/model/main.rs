@@ -7,6 +7,7 @@
 
 mod files;
 mod gguf;
+mod run;
 mod stories;
 
 use std::path::{Path, PathBuf};

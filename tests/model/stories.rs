@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 
 use kvpool::cache::{BeginOptions, Cache};
 use kvpool::config::Source;
@@ -42,6 +43,9 @@ fn documented() -> String {
     let text = &page[from..];
     text[..text.find("\n```").expect("the end of the block")].to_owned()
 }
+
+/// Nobody stops a run here.
+static NEVER: AtomicBool = AtomicBool::new(false);
 
 #[derive(Default)]
 struct Collected {
@@ -89,8 +93,8 @@ fn run(
     requests: &[Request],
 ) -> (Collected, batch::Counts) {
     let mut collected = Collected::default();
-    let counts =
-        batch::run(engine, cache, &model.tokenizer, requests, &mut collected).expect("runs");
+    let counts = batch::run(engine, cache, &model.tokenizer, requests, &mut collected, &NEVER)
+        .expect("runs");
     cache.check_invariants().expect("sound");
     assert_eq!(cache.stats().seqs, 0);
     (collected, counts)

@@ -10,6 +10,8 @@
 //! ([`sample`](super::sample)).
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use super::engine::{Engine, StepInput};
 use super::sample::Sampling;
@@ -90,7 +92,7 @@ pub trait Listener {
 }
 
 /// What a run did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counts {
     /// Steps of the model.
     pub steps: u64,
@@ -104,6 +106,12 @@ pub struct Counts {
     pub preemptions: u64,
     /// Answers at once at most.
     pub peak_running: usize,
+    /// Requests that can never be run.
+    pub refused: u64,
+    /// Of the steps' seconds, the share of the rows that were read of prompts; the rest was writing.
+    pub reading_s: f64,
+    /// Whether it was stopped before everything was done.
+    pub interrupted: bool,
 }
 
 /// An answer that waits.
@@ -145,7 +153,7 @@ impl Running {
     }
 }
 
-/// Runs all requests.
+/// Runs all requests, or until `stop` is set: then with what is done by then.
 ///
 /// # Errors
 /// What the listener says, of a request that can never be run for example, or a verb.
@@ -155,6 +163,7 @@ pub fn run(
     tokenizer: &Tokenizer,
     requests: &[Request],
     listener: &mut dyn Listener,
+    stop: &AtomicBool,
 ) -> Result<Counts, ModelError> {
     let waiting =
         (0..requests.len()).map(|request| Waiting { request, answer: 0, state: None }).collect();
@@ -168,7 +177,7 @@ pub fn run(
         counts: Counts::default(),
         input: Input::default(),
     };
-    let result = batch.run(engine, cache);
+    let result = batch.run(engine, cache, stop);
     // Whatever happened, the cache is left without sequences of this run.
     for running in &batch.running {
         let released = cache.release(running.sequence);
@@ -200,16 +209,26 @@ struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    fn run(&mut self, engine: &mut Engine<'_>, cache: &mut Cache) -> Result<(), ModelError> {
+    fn run(
+        &mut self,
+        engine: &mut Engine<'_>,
+        cache: &mut Cache,
+        stop: &AtomicBool,
+    ) -> Result<(), ModelError> {
         let vocab = self.tokenizer.len();
         loop {
             self.admit(cache)?;
             if self.running.is_empty() {
                 return Ok(());
             }
+            if stop.load(Ordering::Relaxed) {
+                self.counts.interrupted = true;
+                return Ok(());
+            }
             self.counts.peak_running = self.counts.peak_running.max(self.running.len());
             self.fill_input(cache);
             let Input { seqs, tokens, wanted, .. } = &self.input;
+            let began = Instant::now();
             let logits = match engine.step(cache, StepInput { seqs, tokens, wanted }) {
                 Ok(logits) => logits,
                 Err(ModelError::Cache(error @ CacheError::PoolExhausted { .. })) => {
@@ -220,12 +239,8 @@ impl Batch<'_> {
                 }
                 Err(error) => return Err(error),
             };
-            self.counts.steps += 1;
-            for (seq, count) in &self.input.seqs {
-                if let Some(running) = self.running.iter_mut().find(|one| one.sequence == *seq) {
-                    running.len += *count as usize;
-                }
-            }
+            let seconds = began.elapsed().as_secs_f64();
+            self.advance(seconds);
             let who = std::mem::take(&mut self.input.who);
             let mut chosen = Vec::with_capacity(who.len());
             for (logits, index) in logits.chunks_exact(vocab).zip(&who) {
@@ -234,6 +249,22 @@ impl Batch<'_> {
             self.input.who = who;
             self.take(cache, &chosen)?;
         }
+    }
+
+    /// Notes that a step of so many seconds was committed.
+    fn advance(&mut self, seconds: f64) {
+        self.counts.steps += 1;
+        let (mut read, mut rows) = (0, 0);
+        for (seq, count) in &self.input.seqs {
+            if let Some(one) = self.running.iter_mut().find(|one| one.sequence == *seq) {
+                let prompt = self.requests[one.request].prompt.len();
+                read += prompt.saturating_sub(one.len).min(*count as usize);
+                rows += *count as usize;
+                one.len += *count as usize;
+            }
+        }
+        let [read, rows] = [read, rows].map(|rows| u32::try_from(rows).unwrap_or(u32::MAX));
+        self.counts.reading_s += seconds * f64::from(read) / f64::from(rows.max(1));
     }
 
     /// Lets waiting answers in, the first first, as long as there is room.
@@ -260,6 +291,7 @@ impl Batch<'_> {
                 ) => {
                     let request = first.request;
                     self.waiting.retain(|waiting| waiting.request != request);
+                    self.counts.refused += 1;
                     self.listener.refused(request, error)?;
                     continue;
                 }

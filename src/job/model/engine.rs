@@ -46,6 +46,7 @@ pub struct Engine<'m> {
     logits: Vec<f32>,
     positions: Vec<u32>,
     loses_positions: bool,
+    spreads: bool,
     extremes: Option<Vec<[f32; 2]>>,
     timing: Timing,
 }
@@ -87,6 +88,7 @@ impl<'m> Engine<'m> {
             logits: Vec::new(),
             positions: Vec::new(),
             loses_positions: false,
+            spreads: false,
             extremes: None,
             timing: Timing::default(),
         })
@@ -97,6 +99,25 @@ impl<'m> Engine<'m> {
     #[doc(hidden)]
     pub fn lose_positions(&mut self) {
         self.loses_positions = true;
+    }
+
+    /// From here on, turns Q, K and V of each head by one fixed rotation (a Walsh-Hadamard matrix), and
+    /// the outputs back. Scores and outputs are the same but for rounding; but what one element of K
+    /// or V has much of is spread over all of the vector, so that INT8 scales are not made for it
+    /// alone. The plan must have no rotation of its own, which would come behind this one.
+    ///
+    /// # Errors
+    /// [`ModelError::Setting`] where `head_dim` is no power of two, or the plan rotates K.
+    pub fn spread(&mut self, plan: &Plan) -> Result<(), ModelError> {
+        let head_dim = self.model.file.geometry.head_dim;
+        if !head_dim.is_power_of_two() || plan.rope.is_some() {
+            return Err(ModelError::Setting(format!(
+                "K and V cannot be spread: head_dim is {head_dim}, which must be a power of two, and \
+                 the plan must have no [rope]"
+            )));
+        }
+        self.spreads = true;
+        Ok(())
     }
 
     /// Notes the largest magnitudes of K and V from here on: what static scales are made of. The
@@ -151,6 +172,10 @@ impl<'m> Engine<'m> {
             if rotates_k {
                 self.rotation.rotate(windowed, &self.positions, &mut self.k);
             }
+            let head_dim = file.geometry.head_dim as usize;
+            if self.spreads {
+                spread([&mut self.q, &mut self.k, &mut self.v], head_dim);
+            }
             self.note_extremes(index);
 
             let attention = std::time::Instant::now();
@@ -158,6 +183,10 @@ impl<'m> Engine<'m> {
             step.append(at, TensorRef::F32(&self.k), TensorRef::F32(&self.v))?;
             let options = AttendOptions { softmax_scale, lse: None };
             step.attend(at, TensorRef::F32(&self.q), TensorMut::F32(&mut self.attended), options)?;
+            if self.spreads {
+                // The matrix is its own inverse.
+                spread([&mut self.attended], head_dim);
+            }
             self.timing.attention_s += attention.elapsed().as_secs_f64();
 
             self.feed_forward(layer)?;
@@ -314,6 +343,24 @@ impl Rotation {
     }
 }
 
+/// Multiplies every head of some tensors by the normalised Walsh-Hadamard matrix.
+fn spread<const N: usize>(tensors: [&mut Vec<f32>; N], head_dim: usize) {
+    let scale = 1.0 / float(head_dim).sqrt();
+    for x in tensors.into_iter().flat_map(|x| x.chunks_exact_mut(head_dim)) {
+        let mut half = 1;
+        while half < head_dim {
+            for pair in x.chunks_exact_mut(2 * half) {
+                let (a, b) = pair.split_at_mut(half);
+                for (a, b) in a.iter_mut().zip(b) {
+                    (*a, *b) = (*a + *b, *a - *b);
+                }
+            }
+            half *= 2;
+        }
+        x.iter_mut().for_each(|x| *x *= scale);
+    }
+}
+
 /// Divides each row by the root of its mean square, and multiplies by the weights. `out` gets as
 /// many rows as `x` has.
 fn norm(x: &[f32], weights: &[f32], eps: f32, out: &mut Vec<f32>) {
@@ -355,4 +402,26 @@ fn float(size: usize) -> f32 {
     #[expect(clippy::cast_precision_loss, reason = "exact below 2²⁴")]
     let value = size as f32;
     value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_vector_keeps_its_products_and_comes_back() {
+        let x: Vec<f32> = (0..128_u8).map(|i| f32::from(i * 37 % 101) - 50.0).collect();
+        let mut y = x.clone();
+        // One large element in each of two heads: each gets the same magnitude everywhere.
+        let mut lone = vec![0.0; 128];
+        (lone[5], lone[100]) = (8.0, -16.0);
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
+        let before = dot(&y, &lone);
+        spread([&mut y, &mut lone], 64);
+        assert!(lone[..64].iter().all(|x| x.abs() == 1.0), "{lone:?}");
+        assert!(lone[64..].iter().all(|x| x.abs() == 2.0), "{lone:?}");
+        assert!((dot(&y, &lone) - before).abs() < 1e-2);
+        spread([&mut y], 64);
+        assert!(x.iter().zip(&y).all(|(a, b)| (a - b).abs() < 1e-4));
+    }
 }

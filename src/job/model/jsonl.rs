@@ -2,22 +2,23 @@
 //!
 //! A prompt is `{"prompt": "…"}` and any of `id`, `n`, `max_tokens`, `temperature`, `top_p`, `seed`,
 //! `stop`. A completion has the line's number, so that a run that was interrupted can go on: each is
-//! written whole and at once when its request is done, and a line that was cut is written again.
+//! written whole and at once when its request is done, and a line that was cut is written again. When
+//! all are done the file is put into the order of the prompts. Nothing in it depends on who ran beside
+//! whom, so that it is the same file however often the run was interrupted.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::super::random::{mix, scramble};
 use super::batch::{Answer, Listener, Request};
 use super::sample::Sampling;
 use super::tokenizer::Tokenizer;
+use crate::config::{Config, GenerateConfig, MAX_ANSWERS};
 use crate::error::{CacheError, ModelError};
-
-/// The most answers to one prompt.
-const MAX_ANSWERS: u32 = 1024;
 
 /// What lines leave out.
 #[derive(Clone, Debug)]
@@ -34,7 +35,34 @@ pub struct Defaults {
     pub ignore_ends: bool,
 }
 
+impl Default for Defaults {
+    fn default() -> Self {
+        Self {
+            answers: 1,
+            max_tokens: 256,
+            sampling: Sampling::default(),
+            stop: Vec::new(),
+            ignore_ends: false,
+        }
+    }
+}
+
 impl Defaults {
+    /// Those of a configuration.
+    #[must_use]
+    pub fn of(config: &GenerateConfig) -> Self {
+        let GenerateConfig { answers, max_tokens, temperature, top_p, seed, .. } = *config;
+        #[expect(clippy::cast_possible_truncation, reason = "the nearest f32")]
+        let sampling = Sampling { temperature: temperature as f32, top_p: top_p as f32, seed };
+        Self {
+            answers,
+            max_tokens,
+            sampling,
+            stop: config.stop.clone(),
+            ignore_ends: config.ignore_end,
+        }
+    }
+
     /// A request with these settings.
     #[must_use]
     pub fn request(&self, tokenizer: &Tokenizer, prompt: &str) -> Request {
@@ -78,6 +106,8 @@ pub struct Prompt {
 #[derive(Debug, Serialize)]
 struct CompletionLine<'a> {
     line: u64,
+    /// What it was made from.
+    made_from: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<&'a serde_json::Value>,
     prompt_tokens: usize,
@@ -92,7 +122,24 @@ struct CompletionText<'a> {
     text: &'a str,
     tokens: usize,
     finish: &'static str,
-    cached_tokens: u32,
+}
+
+/// A digest of what a request's answers depend on: the request, the model, and the cache's format. Not
+/// its mode, and not who runs beside it.
+fn made_from(request: &Request, config: &Config) -> String {
+    // What is not named changes nothing that is written.
+    let Request { prompt, answers, max_tokens, sampling, stop, ignore_ends } = request;
+    let settings = format!(
+        "{answers} {max_tokens} {sampling:?} {stop:?} {ignore_ends} {:?} {:?} {:?} {:?} {}",
+        config.model,
+        config.cache.format,
+        config.cache.int8,
+        config.device.kernel,
+        config.limits.max_seq_len
+    );
+    let text = settings.bytes().fold(0, |state, byte| scramble(state ^ u64::from(byte)));
+    let tokens = prompt.iter().fold(text, |state, token| mix(&[state, u64::from(*token)]));
+    format!("{tokens:016x}")
 }
 
 /// Reads a file of prompts. Empty lines are passed over.
@@ -150,50 +197,85 @@ pub fn read(
 pub struct Writer {
     path: PathBuf,
     file: File,
+    /// Of each prompt's line.
+    made_from: BTreeMap<u64, String>,
+    done: HashSet<u64>,
 }
 
 impl Writer {
-    /// Opens a file of completions. With `resume` it may be there, and the lines of prompts that it
-    /// has are given; what was cut off at its end is taken away.
+    /// Opens the file of the completions of prompts by a cache of a configuration. With `resume` it
+    /// may be there; then the lines that are done are kept, and what was cut off at its end is taken
+    /// away.
     ///
     /// # Errors
-    /// [`ModelError::File`]: it cannot be written, is there already without `resume`, or is no file of
-    /// completions.
-    pub fn open(path: &Path, resume: bool) -> Result<(Self, HashSet<u64>), ModelError> {
+    /// [`ModelError::File`]: it cannot be written, is there already without `resume`, is no file of
+    /// completions, or one of other prompts or settings.
+    pub fn open(
+        path: &Path,
+        resume: bool,
+        prompts: &[Prompt],
+        config: &Config,
+    ) -> Result<Self, ModelError> {
         let failed = |error: std::io::Error| {
             let exists = error.kind() == std::io::ErrorKind::AlreadyExists;
             let help = if exists { "; --resume goes on with it" } else { "" };
             ModelError::file(path, format!("{error}{help}"))
         };
-        let mut done = HashSet::new();
+        let made_from: BTreeMap<u64, String> = (prompts.iter())
+            .map(|prompt| (prompt.line, made_from(&prompt.request, config)))
+            .collect();
+        let path = path.to_owned();
         if !resume {
-            let file =
-                OpenOptions::new().write(true).create_new(true).open(path).map_err(failed)?;
-            return Ok((Self { path: path.to_owned(), file }, done));
+            let file = OpenOptions::new().write(true).create_new(true).open(&path);
+            let file = file.map_err(failed)?;
+            return Ok(Self { path, file, made_from, done: HashSet::new() });
         }
-        let file = OpenOptions::new().read(true).append(true).create(true).open(path);
+        let file = OpenOptions::new().read(true).append(true).create(true).open(&path);
         let file = file.map_err(failed)?;
-        let (mut whole, mut reader) = (0, BufReader::new(&file));
-        let mut text = Vec::new();
-        for line in 1.. {
-            text.clear();
-            let read = reader.read_until(b'\n', &mut text).map_err(failed)?;
-            if text.last() != Some(&b'\n') {
-                break;
+        let mut writer = Self { path, file, made_from, done: HashSet::new() };
+        let mut whole = 0;
+        for (number, line) in (1..).zip(writer.lines()?) {
+            whole += line.len() as u64 + 1;
+            let (of, digest) = numbered(&line).ok_or_else(|| {
+                let problem = "is no completion; expected a file that this command has written";
+                writer.problem(number, problem)
+            })?;
+            if writer.made_from.get(&of).is_none_or(|own| digest.as_deref() != Some(own)) {
+                let problem = format!(
+                    "was made from another prompt than line {of} is now, by another model or with other \
+                     settings; --resume needs the same ones"
+                );
+                return Err(writer.problem(number, &problem));
             }
-            let number = serde_json::from_slice::<serde_json::Value>(&text)
-                .ok()
-                .and_then(|value| value.get("line")?.as_u64());
-            let problem = "is no completion; expected a file that this command has written";
-            done.insert(number.ok_or_else(|| ModelError::File {
-                path: path.to_owned(),
-                line,
-                problem: problem.to_owned(),
-            })?);
-            whole += read as u64;
+            writer.done.insert(of);
         }
-        file.set_len(whole).map_err(failed)?;
-        Ok((Self { path: path.to_owned(), file }, done))
+        writer.file.set_len(whole).map_err(failed)?;
+        Ok(writer)
+    }
+
+    /// The prompts whose completions are not there yet.
+    #[must_use]
+    pub fn to_do(&self, prompts: &[Prompt]) -> Vec<Prompt> {
+        prompts.iter().filter(|prompt| !self.done.contains(&prompt.line)).cloned().collect()
+    }
+
+    /// The file's lines without their line breaks; not what was cut off at its end.
+    fn lines(&self) -> Result<Vec<Vec<u8>>, ModelError> {
+        let failed = |error: std::io::Error| ModelError::file(&self.path, error.to_string());
+        let mut reader = BufReader::new(File::open(&self.path).map_err(failed)?);
+        let mut lines = Vec::new();
+        loop {
+            let mut line = Vec::new();
+            reader.read_until(b'\n', &mut line).map_err(failed)?;
+            if line.pop() != Some(b'\n') {
+                return Ok(lines);
+            }
+            lines.push(line);
+        }
+    }
+
+    fn problem(&self, line: u64, problem: &str) -> ModelError {
+        ModelError::File { path: self.path.clone(), line, problem: problem.to_owned() }
     }
 
     fn write(
@@ -206,10 +288,10 @@ impl Writer {
             text: &answer.text,
             tokens: answer.tokens.len(),
             finish: answer.finish.name(),
-            cached_tokens: answer.cached_tokens,
         });
         let line = CompletionLine {
             line: prompt.line,
+            made_from: self.made_from.get(&prompt.line).cloned().unwrap_or_default(),
             id: prompt.id.as_ref(),
             prompt_tokens: prompt.request.prompt.len(),
             completions: completions.collect(),
@@ -219,25 +301,59 @@ impl Writer {
         let mut bytes = serde_json::to_vec(&line).map_err(|error| failed(error.into()))?;
         bytes.push(b'\n');
         // One write: whoever interrupts the program finds the line whole or not there.
-        self.file.write_all(&bytes).map_err(failed)
+        self.file.write_all(&bytes).map_err(failed)?;
+        self.done.insert(prompt.line);
+        Ok(())
+    }
+
+    /// Puts the file into the order of the prompts, when all are done. Until that is complete the file
+    /// stays as it was.
+    ///
+    /// # Errors
+    /// [`ModelError::File`].
+    pub fn finish(self) -> Result<(), ModelError> {
+        let mut lines = self.lines()?;
+        let order = |line: &Vec<u8>| numbered(line).map_or(0, |(of, _)| of);
+        if lines.is_sorted_by_key(order) {
+            return Ok(());
+        }
+        lines.sort_by_key(order);
+        lines.iter_mut().for_each(|line| line.push(b'\n'));
+        let mut other = self.path.clone().into_os_string();
+        other.push(".sorted");
+        std::fs::write(&other, lines.concat())
+            .and_then(|()| std::fs::rename(&other, &self.path))
+            .map_err(|error| ModelError::file(&self.path, error.to_string()))
     }
 }
 
+/// The number of the prompt's line that a completion belongs to, and what it was made from.
+fn numbered(line: &[u8]) -> Option<(u64, Option<String>)> {
+    let value: serde_json::Value = serde_json::from_slice(line).ok()?;
+    let digest = value.get("made_from").and_then(|digest| digest.as_str());
+    Some((value.get("line")?.as_u64()?, digest.map(str::to_owned)))
+}
+
 /// Writes what is done to a file.
-#[derive(Debug)]
 pub struct ToFile<'a> {
     /// The requests, in the order in which they are run.
     pub prompts: &'a [Prompt],
     /// Where they go.
-    pub writer: Writer,
+    pub writer: &'a mut Writer,
+    /// Is called when a request is done.
+    pub done: &'a mut dyn FnMut(),
 }
 
 impl Listener for ToFile<'_> {
     fn done(&mut self, request: usize, answers: Vec<Answer>) -> Result<(), ModelError> {
-        self.writer.write(&self.prompts[request], &answers, None)
+        self.writer.write(&self.prompts[request], &answers, None)?;
+        (self.done)();
+        Ok(())
     }
 
     fn refused(&mut self, request: usize, error: CacheError) -> Result<(), ModelError> {
-        self.writer.write(&self.prompts[request], &[], Some(error.to_string()))
+        self.writer.write(&self.prompts[request], &[], Some(error.to_string()))?;
+        (self.done)();
+        Ok(())
     }
 }

@@ -8,11 +8,13 @@
 //! - [`sample`]: from scores to a token.
 //! - [`batch`]: many requests at once: continuous batching, shared prefixes, several answers to one
 //!   prompt, stops.
+//! - [`completions`]: the job of `[generate]`, over the variants of a file.
 //! - [`jsonl`]: prompts from a file, completions to a file that a later run can go on with.
 //! - [`quality`]: what a cache format costs in perplexity.
 //! - [`speed`]: how fast a model reads and writes.
 
 pub mod batch;
+pub mod completions;
 mod engine;
 pub mod jsonl;
 pub mod quality;
@@ -44,7 +46,12 @@ pub fn load(source: &Source) -> Result<Model, ModelError> {
 /// it from being filled in.
 #[must_use]
 pub fn config_of(source: &Source) -> Config {
-    let mut config = source.config.clone();
+    rotated_as(&source.config, source)
+}
+
+/// The same for a variant's configuration.
+fn rotated_as(config: &Config, source: &Source) -> Config {
+    let mut config = config.clone();
     config.workload = None;
     if let Some(file) = &source.model_file {
         config.rope = Some(file.rope.clone());

@@ -24,13 +24,29 @@ const PIECE: usize = 64;
 /// Tokens of the first window that are read in every mode.
 const MODE_TOKENS: usize = 192;
 
+/// The formats that can be measured, by their names in a report.
+pub const FORMATS: [&str; 9] = [
+    "f32",
+    "f16",
+    "bf16",
+    "int8/per-token-head",
+    "int8/per-group-32",
+    "int8/per-tensor",
+    "int8/per-token-head+spread",
+    "int8/per-group-32+spread",
+    "int8/per-tensor+spread",
+];
+
 /// What is measured.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Windows of the text, from its beginning on.
     pub windows: usize,
     /// Tokens of a window.
     pub window_tokens: usize,
+    /// Those of [`FORMATS`] that are measured beside f32, which the others are compared with; none
+    /// stands for all.
+    pub formats: Vec<String>,
 }
 
 /// One format of the cache.
@@ -38,6 +54,8 @@ pub struct Options {
 struct Case {
     name: String,
     config: Config,
+    /// Whether K and V are turned before they are stored ([`Engine::spread`]).
+    spreads: bool,
 }
 
 /// What a format costs.
@@ -62,6 +80,9 @@ pub struct Measured {
     pub same_top_percent: f64,
     /// Whether contiguous, paged and hybrid gave the same bits.
     pub modes_equal: bool,
+    /// `[cache.int8]` as it was measured: with `per-tensor` also the scales, which a file can have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub int8: Option<Int8Config>,
 }
 
 /// All that was measured.
@@ -119,7 +140,7 @@ pub fn measure(
     model: &Model,
     base: &Config,
     tokens: &[u32],
-    options: Options,
+    options: &Options,
     progress: &mut dyn FnMut(usize),
 ) -> Result<QualityReport, ModelError> {
     let bos = model.tokenizer.prompt("").first().copied().filter(|_| model.tokenizer.adds_bos());
@@ -139,7 +160,13 @@ pub fn measure(
     }
     let (measured, rest) = windows.split_at(options.windows);
     let base = base_of(base, options.window_tokens)?;
-    let (cases, left_out) = cases(model, &base, &rest[0])?;
+    let asked = |name: &&str| {
+        *name == FORMATS[0]
+            || options.formats.is_empty()
+            || options.formats.iter().any(|one| one == name)
+    };
+    let names: Vec<&str> = FORMATS.into_iter().filter(asked).collect();
+    let (cases, left_out) = cases(model, &base, &names, &rest[0])?;
     let mut results = Vec::new();
     let mut modes_equal = Vec::new();
     for case in &cases {
@@ -147,7 +174,7 @@ pub fn measure(
     }
     let mut runs: Vec<(Engine<'_>, Cache)> = Vec::new();
     for case in &cases {
-        runs.push(open(model, &case.config)?);
+        runs.push(open(model, &case.config, case.spreads)?);
     }
     let mut sums = vec![Sums::default(); cases.len()];
     for (index, window) in measured.iter().enumerate() {
@@ -184,6 +211,7 @@ fn describe(case: &Case, plan: &Plan, sums: &Sums, modes_equal: bool) -> Measure
         mean_kl: sums.kl / count,
         same_top_percent: 100.0 * float(sums.same_top) / count,
         modes_equal,
+        int8: case.config.cache.int8.clone(),
     }
 }
 
@@ -216,30 +244,44 @@ type LeftOut = Vec<(String, String)>;
 fn cases(
     model: &Model,
     base: &Config,
+    names: &[&str],
     calibration: &[u32],
 ) -> Result<(Vec<Case>, LeftOut), ModelError> {
-    let (k_scale, v_scale) = static_scales(model, base, calibration)?;
     let int8 = |scale| Some(Int8Config { scale, ..Int8Config::default() });
-    let per_tensor = Some(Int8Config {
-        scale: ScaleKind::PerTensor,
-        k_scale: Some(k_scale),
-        v_scale: Some(v_scale),
-    });
-    let all = [
-        ("f32", Format::F32, None),
-        ("f16", Format::F16, None),
-        ("bf16", Format::Bf16, None),
-        ("int8/per-token-head", Format::Int8, int8(ScaleKind::PerTokenHead)),
-        ("int8/per-group-32", Format::Int8, int8(ScaleKind::PerGroup32)),
-        ("int8/per-tensor", Format::Int8, per_tensor),
-    ];
+    let per_tensor = |spreads| {
+        let (k_scale, v_scale) = static_scales(model, base, calibration, spreads)?;
+        let (k_scale, v_scale) = (Some(k_scale), Some(v_scale));
+        Ok::<_, ModelError>(Some(Int8Config { scale: ScaleKind::PerTensor, k_scale, v_scale }))
+    };
+    let can_spread = model.file.geometry.head_dim.is_power_of_two();
     let (mut cases, mut left_out) = (Vec::new(), Vec::new());
-    for (name, format, int8) in all {
+    for name in names.iter().copied() {
+        let (format, spreads) = match name.strip_suffix("+spread") {
+            Some(format) => (format, true),
+            None => (name, false),
+        };
+        if spreads && !can_spread {
+            let problem = "model: its head_dim is no power of two".to_owned();
+            left_out.push((name.to_owned(), problem));
+            continue;
+        }
+        let (format, int8) = match format {
+            "f32" => (Format::F32, None),
+            "f16" => (Format::F16, None),
+            "bf16" => (Format::Bf16, None),
+            "int8/per-token-head" => (Format::Int8, int8(ScaleKind::PerTokenHead)),
+            "int8/per-group-32" => (Format::Int8, int8(ScaleKind::PerGroup32)),
+            _ => (Format::Int8, per_tensor(spreads)?),
+        };
         let mut config = base.clone();
         config.cache.format = format;
         config.cache.int8 = int8;
+        if spreads {
+            // The engine rotates K by its position, so that it can turn it behind that.
+            config.rope = None;
+        }
         match verify(&config, &model.file.geometry) {
-            Ok(()) => cases.push(Case { name: name.to_owned(), config }),
+            Ok(()) => cases.push(Case { name: name.to_owned(), config, spreads }),
             Err(invalid) => {
                 left_out.push((name.to_owned(), format!("{}: {}", invalid.key, invalid.problem)));
             }
@@ -253,12 +295,13 @@ fn static_scales(
     model: &Model,
     base: &Config,
     window: &[u32],
+    spreads: bool,
 ) -> Result<(StaticScale, StaticScale), ModelError> {
     let mut config = base.clone();
     config.cache.format = Format::F32;
     // The engine rotates, so that it sees K as it is stored.
     config.rope = None;
-    let (mut engine, mut cache) = open(model, &config)?;
+    let (mut engine, mut cache) = open(model, &config, spreads)?;
     engine.observe_extremes();
     let sequence = begin(&mut cache, window)?;
     for piece in window.chunks(PIECE) {
@@ -273,9 +316,16 @@ fn static_scales(
     Ok((of(0), of(1)))
 }
 
-fn open<'m>(model: &'m Model, config: &Config) -> Result<(Engine<'m>, Cache), ModelError> {
+fn open<'m>(
+    model: &'m Model,
+    config: &Config,
+    spreads: bool,
+) -> Result<(Engine<'m>, Cache), ModelError> {
     let plan = Plan::new(config, &model.file.geometry)?;
-    let engine = Engine::new(model, &plan, &config.device)?;
+    let mut engine = Engine::new(model, &plan, &config.device)?;
+    if spreads {
+        engine.spread(&plan)?;
+    }
     Ok((engine, Cache::open_on_cpu(plan, &config.device, None)?))
 }
 
@@ -308,7 +358,7 @@ fn modes_agree(model: &Model, case: &Case, window: &[u32]) -> Result<bool, Model
             config.cache.hybrid =
                 Some(HybridConfig { contiguous_layers: ContiguousLayers::List(half) });
         }
-        let (mut engine, mut cache) = open(model, &config)?;
+        let (mut engine, mut cache) = open(model, &config, case.spreads)?;
         let sequence = begin(&mut cache, tokens)?;
         let mut bits = Vec::new();
         for piece in tokens.chunks(PIECE) {

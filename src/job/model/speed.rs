@@ -4,13 +4,16 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::super::random::Rng;
 use super::engine::{Engine, StepInput, Timing};
 use super::sample::best;
 use super::weights::Model;
-use crate::cache::{BeginOptions, Cache};
+use crate::cache::{BeginOptions, Cache, SeqHandle};
 use crate::config::{Capacity, Config, Format, verify};
+use crate::device::TensorRef;
 use crate::error::ModelError;
 use crate::plan::Plan;
+use crate::units::LayerIdx;
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -23,6 +26,9 @@ pub struct Options {
     pub rounds: u32,
     /// Cache formats.
     pub formats: Vec<Format>,
+    /// Whether the context is made-up K and V instead of a text that is read: writing takes as long,
+    /// and it is there at once.
+    pub made_up: bool,
 }
 
 /// One format at one length.
@@ -32,8 +38,8 @@ pub struct Speed {
     pub format: String,
     /// Tokens that were in the cache when writing began.
     pub context: u32,
-    /// Prompt tokens a second.
-    pub read_tokens_per_s: f64,
+    /// Prompt tokens a second; none where the context was made up.
+    pub read_tokens_per_s: Option<f64>,
     /// New tokens a second, of one sequence.
     pub write_tokens_per_s: f64,
     /// Milliseconds of a new token.
@@ -105,6 +111,10 @@ fn one(
     let began = Instant::now();
     for tokens in prompt.chunks(piece) {
         let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        if options.made_up {
+            make_up(cache, sequence, count)?;
+            continue;
+        }
         let wanted = [tokens.len() - 1];
         let input = StepInput { seqs: &[(sequence, count)], tokens, wanted: &wanted };
         first = best(engine.step(cache, input)?);
@@ -128,12 +138,33 @@ fn one(
     Ok(Speed {
         format: cache.plan().format.name().to_owned(),
         context,
-        read_tokens_per_s: f64::from(context) / read_s,
+        read_tokens_per_s: (!options.made_up).then(|| f64::from(context) / read_s),
         write_tokens_per_s: f64::from(options.tokens) / wall_s,
         write_ms: per_token(wall_s),
         attention_ms: per_token(timing.attention_s),
         manager_ms: per_token(timing.manager_s),
     })
+}
+
+/// Appends tokens of evenly distributed K and V to a sequence.
+fn make_up(cache: &mut Cache, sequence: SeqHandle, count: u32) -> Result<(), ModelError> {
+    let geometry = &cache.plan().geometry;
+    let (num_layers, row) = (geometry.num_layers, geometry.num_kv_heads * geometry.head_dim);
+    let mut step = cache.reserve(&[(sequence, count)])?;
+    for layer in 0..num_layers {
+        let [k, v] = [0, 1].map(|which| {
+            let mut rng = Rng::new(u64::from(layer), which);
+            (0..count * row).map(|_| float(rng.unit() * 4.0 - 2.0)).collect::<Vec<f32>>()
+        });
+        step.append(LayerIdx(layer), TensorRef::F32(&k), TensorRef::F32(&v))?;
+    }
+    Ok(step.commit()?)
+}
+
+fn float(x: f64) -> f32 {
+    #[expect(clippy::cast_possible_truncation, reason = "the nearest f32")]
+    let nearest = x as f32;
+    nearest
 }
 
 fn since(after: Timing, before: Timing) -> Timing {

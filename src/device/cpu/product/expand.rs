@@ -289,6 +289,95 @@ mod tests {
         }
     }
 
+    /// Blocks of any bytes, as the Python package `gguf` 0.x (`gguf.quants.dequantize`) expands them:
+    /// the first and the last numbers, and FNV-1a over the bits of all.
+    #[test]
+    #[expect(clippy::excessive_precision, reason = "exact numbers, as they were printed")]
+    fn numbers_are_those_of_another_program_to_the_bit() {
+        let (d, m, d_min) = (0.0371, -0.61, 0.0213);
+        for (format, halves, first, last, digest) in [
+            (
+                WeightFormat::Q4_0,
+                &[(0, d)][..],
+                [0.1484375, 0.185546875],
+                [0.296875, -0.51953125],
+                0xe9d6_8b17_335a_0825,
+            ),
+            (
+                WeightFormat::Q4_1,
+                &[(0, d), (2, m)],
+                [-0.16455078125, -0.20166015625],
+                [-0.9228515625, -0.5517578125],
+                0xec86_02a7_5eed_6825,
+            ),
+            (
+                WeightFormat::Q5_0,
+                &[(0, d)],
+                [-0.1484375, -0.111328125],
+                [0.59375, 0.81640625],
+                0x5cfb_daa9_6436_0825,
+            ),
+            (
+                WeightFormat::Q5_1,
+                &[(0, d), (2, m)],
+                [-0.57275390625, -0.20166015625],
+                [-0.2548828125, -0.4775390625],
+                0xe010_607f_f044_4825,
+            ),
+            (
+                WeightFormat::Q8_0,
+                &[(0, d)],
+                [-3.7109375, -0.705078125],
+                [7.05078125, 7.71875],
+                0xf2f8_495e_4396_4825_u64,
+            ),
+            (
+                WeightFormat::Q4_K,
+                &[(0, d), (2, d_min)],
+                [2.75506591796875, 4.53631591796875],
+                [3.0472412109375, 0.4495849609375],
+                0x3ac8_5587_110e_3355,
+            ),
+            (
+                WeightFormat::Q5_K,
+                &[(0, d), (2, d_min)],
+                [7.20819091796875, 13.44256591796875],
+                [18.480712890625, 29.910400390625],
+                0xf889_7c31_c378_af55,
+            ),
+            (
+                WeightFormat::Q6_K,
+                &[(208, d)],
+                [-18.294921875, 4.416015625],
+                [-54.7734375, -45.64453125],
+                0x305b_2358_f389_17a5,
+            ),
+        ] {
+            let (elements, size) = format.block();
+            let mut state = 7_u32;
+            let mut bytes: Vec<u8> = (0..2 * size)
+                .map(|_| {
+                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    state.to_be_bytes()[0]
+                })
+                .collect();
+            for (block, factor) in [(0, 1.0), (size, 2.0)] {
+                for (at, x) in halves {
+                    let half = half::f16::from_f64(factor * x).to_le_bytes();
+                    bytes[block + at..block + at + 2].copy_from_slice(&half);
+                }
+            }
+            let mut out = vec![f32::NAN; 2 * elements];
+            format.expand(&bytes, &mut out);
+            assert_eq!(out[..2], first, "{format:?}");
+            assert_eq!(out[2 * elements - 2..], last, "{format:?}");
+            let fnv = out.iter().fold(0xcbf2_9ce4_8422_2325, |hash: u64, x| {
+                (hash ^ u64::from(x.to_bits())).wrapping_mul(0x100_0000_01b3)
+            });
+            assert_eq!(fnv, digest, "{format:?}");
+        }
+    }
+
     #[test]
     fn scales_of_six_bits_are_unpacked() {
         // Group j has scale 8 j + 1 and minimum 63 - 7 j.

@@ -96,6 +96,7 @@ pub(super) fn plan(params: &Params) -> Plan {
         workload: None,
         cost: None,
         goals: None,
+        generate: None,
         variant: Vec::new(),
         sweep: Vec::new(),
     };
