@@ -42,10 +42,10 @@
  * same, but it waits while a verb or another reader of the same cache is under way. "Verb": one at a time for
  * each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and so does a callback that
  * calls back. A verb waits for the readers that are under way; most are over at once, but not _check and
- * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before those who come later, so none is
- * kept out. A callback may call no reader, of any cache (KVPOOL_BUSY): so different caches never wait for
- * each other. A cache is not tied to the thread that opened it. After fork(2) the child may close a cache, or
- * end, and nothing else: the worker threads are not there.
+ * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before
+ * those who come later, so none is kept out. A callback may call no reader, of any cache (KVPOOL_BUSY): so
+ * different caches never wait for each other. A cache is not tied to the thread that opened it. After fork(2)
+ * the child may close a cache, or end, and nothing else: the worker threads are not there.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
@@ -761,9 +761,9 @@ kvpool_status_t kvpool_step_attend(kvpool_cache_t cache, kvpool_step_t step, uin
 
 /* CUDA: uploads what the kernels read of the step, so that appends and attentions with tensors in device
  * memory are nothing but kernels in the stream, which a graph can capture once. For a later step: prepare it,
- * launch the graph in place of those calls, and mark every layer as appended. On the CPU:
- * KVPOOL_WRONG_MEMORY.
- */
+ * launch the graph in place of those calls, and mark every layer as appended. While a stream is captured,
+ * whatever a graph must not repeat (calls on a step that was not prepared, reserving, reading back) is
+ * refused with KVPOOL_DEVICE, and the capture goes on. On the CPU: KVPOOL_WRONG_MEMORY. */
 kvpool_status_t kvpool_step_prepare(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
 
 /* Which forms of a paged group's blocks are wanted in device memory; whole rows are many more bytes. */
@@ -841,9 +841,9 @@ kvpool_status_t kvpool_cache_clear_cached(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
 
 /* ---------------------------------------------------------------- Save and restore */
 
-/* A file holds one sequence, or everything that is cached for reuse: tokens, K, V and scales, by layer. A plan
- * of the same geometry and format can take it, whatever its mode and block size. docs/save-format.md describes
- * it. These functions allocate a buffer of a size that follows from the plan, and give it back. */
+/* A file holds one sequence, or everything that is cached for reuse: tokens, K, V and scales, by layer. A
+ * plan of the same geometry and format can take it, whatever its mode and block size. docs/save-format.md
+ * describes it. These functions allocate a buffer of a size that follows from the plan, and give it back. */
 
 typedef struct kvpool_save_options {
     size_t size;
@@ -887,8 +887,8 @@ typedef struct kvpool_restored {
 } kvpool_restored_t;
 
 /* Writes everything that is cached for reuse, in the present epoch, to a file. The file of that name is
- * replaced when the new one is whole and on the disk: whoever is killed leaves the old one or the new one. It can
- * be read by its owner alone, because prompts and salts are in it. `options` may be NULL. KVPOOL_SAVE_IO,
+ * replaced when the new one is whole and on the disk: whoever is killed leaves the old one or the new one. It
+ * can be read by its owner alone, because prompts and salts are in it. `options` may be NULL. KVPOOL_SAVE_IO,
  * KVPOOL_SAVE_UNDER_WAY, KVPOOL_REUSE_OFF. */
 kvpool_status_t kvpool_cache_save_prefixes(kvpool_cache_t cache, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
@@ -897,10 +897,10 @@ kvpool_status_t kvpool_cache_save_prefixes(kvpool_cache_t cache, const char *pat
  * used first; what is cached stays as it is. The whole file is checked first. KVPOOL_SAVE_IO,
  * KVPOOL_SAVE_DAMAGED, KVPOOL_SAVE_MISMATCH. `options` may be NULL. */
 kvpool_status_t kvpool_cache_restore_prefixes(kvpool_cache_t cache, const char *path,
-                                              const kvpool_restore_options_t *options,
-                                              kvpool_restored_t *out, size_t out_size) KVPOOL_NOEXCEPT;
-/* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; it is
- * admitted as by kvpool_cache_begin. */
+                                              const kvpool_restore_options_t *options, kvpool_restored_t *out,
+                                              size_t out_size) KVPOOL_NOEXCEPT;
+/* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; it
+ * is admitted as by kvpool_cache_begin. */
 kvpool_status_t kvpool_cache_save_sequence(kvpool_cache_t cache, kvpool_seq_t sequence, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
                                            size_t out_size) KVPOOL_NOEXCEPT;
