@@ -22,7 +22,7 @@ pub enum JobError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The file names no workload.
-    #[error("{}: has no [workload] section, so there is nothing to run; add one (see configs/quickstart.toml), or use `kvpool plan`", path.display())]
+    #[error("{}: has no [workload] section (and no [generate]), so there is nothing to run; add one (see configs/quickstart.toml), or use `kvpool plan`", path.display())]
     NoWorkload {
         /// The file.
         path: PathBuf,

@@ -209,6 +209,9 @@ fn what_does_not_go_together_is_refused_before_anything_is_computed() {
         refused(&job.run("new", &["--set", set]), says);
         assert!(!job.at("new/completions-default.jsonl").exists(), "{set}");
     }
+    fs::write(job.at("empty.jsonl"), "\n\n").expect("writes");
+    let empty = format!("generate.prompts={:?}", job.at("empty.jsonl"));
+    refused(&job.run("new", &["--set", &empty]), "empty.jsonl: has no prompts; expected lines");
     assert!(job.run("out", &[]).status.success());
     refused(&job.run("out", &[]), "--resume goes on with it");
     for set in ["generate.temperature=0.5", "cache.format='bf16'", "generate.max_tokens=4"] {

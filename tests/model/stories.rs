@@ -301,3 +301,32 @@ fn a_token_that_does_not_exist_is_refused_and_changes_nothing() {
     assert_eq!(cache.seq_len(seq), Ok(0));
     assert_eq!(best(&feed(&mut engine, &mut cache, seq, &[1])), 403);
 }
+
+/// Four prompts that begin with the same 100 tokens and come at once: the first reads them, the others
+/// wait that long, and find them. Without reuse nobody waits.
+#[test]
+fn what_another_is_reading_is_waited_for_and_read_once() {
+    let Some(source) = configured("mode = 'paged', format = 'f16'") else { return };
+    let model = load(&source).expect("loads");
+    let long = "Lily and her dog went to the park. They saw a big tree. ".repeat(5);
+    let requests: Vec<Request> = ["The dog", "The tree", "Lily", "They"]
+        .iter()
+        .map(|end| request(&model, &format!("{long}{end}"), 20))
+        .collect();
+    let common = model.tokenizer.prompt(&long).len() as u64 - 8;
+    assert!(common > 80, "{common}");
+    let (mut cache, mut engine) = open(&model, &source);
+    let (with, counts) = run(&mut engine, &mut cache, &model, &requests);
+    assert!(counts.cached_tokens >= 3 * (common - 8), "{counts:?}, {common}");
+    assert_eq!(counts.peak_running, 4);
+
+    let Some(source) = configured("mode = 'paged', format = 'f16', prefix_reuse = false") else {
+        return;
+    };
+    let (mut cache, mut engine) = open(&model, &source);
+    let (without, counts) = run(&mut engine, &mut cache, &model, &requests);
+    assert_eq!((counts.cached_tokens, counts.peak_running), (0, 4));
+    for request in 0..4 {
+        assert_eq!(with.of(request)[0].text, without.of(request)[0].text);
+    }
+}

@@ -271,6 +271,9 @@ impl Batch<'_> {
     fn admit(&mut self, cache: &mut Cache) -> Result<(), ModelError> {
         while let Some(first) = self.waiting.front() {
             let request = &self.requests[first.request];
+            if self.is_being_read(cache, &request.prompt) {
+                return Ok(());
+            }
             let max_seq_len = cache.plan().limits.max_seq_len as usize;
             let limit = max_seq_len.min(request.prompt.len() + request.max_tokens as usize);
             let prompt = first.state.as_ref().map_or(&request.prompt, |state| &state.tokens);
@@ -326,6 +329,20 @@ impl Batch<'_> {
             });
         }
         Ok(())
+    }
+
+    /// Whether an answer that still reads its prompt will leave more of this one in the cache than it
+    /// has by now: whole blocks of the tokens that both begin with. It is worth waiting for, because
+    /// reading takes as long for one of them after the other as for both at once.
+    fn is_being_read(&self, cache: &Cache, prompt: &[u32]) -> bool {
+        let plan = cache.plan();
+        let block = plan.tokens_per_block as usize;
+        plan.reuse.is_on()
+            && self.running.iter().filter(|one| one.tokens_to_come() > 1).any(|one| {
+                let pairs = one.written.tokens.iter().zip(prompt);
+                let common = pairs.take_while(|(a, b)| a == b).count();
+                one.len < common / block * block
+            })
     }
 
     /// Makes the tensors of the next step: those that write first, then those that read.

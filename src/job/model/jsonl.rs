@@ -145,7 +145,7 @@ fn made_from(request: &Request, config: &Config) -> String {
 /// Reads a file of prompts. Empty lines are passed over.
 ///
 /// # Errors
-/// [`ModelError::File`] with the line that is not as it must be.
+/// [`ModelError::File`] with the line that is not as it must be, or when there is no prompt.
 pub fn read(
     path: &Path,
     tokenizer: &Tokenizer,
@@ -188,6 +188,10 @@ pub fn read(
             ..defaults.request(tokenizer, &given.prompt)
         };
         prompts.push(Prompt { line, id: given.id, request });
+    }
+    if prompts.is_empty() {
+        let problem = "has no prompts; expected lines such as {\"prompt\": \"Once\", \"n\": 2}";
+        return Err(ModelError::file(path, problem));
     }
     Ok(prompts)
 }
