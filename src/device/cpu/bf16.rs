@@ -3,9 +3,9 @@
 //! Keys and values are multiplied as they are stored. Queries and weights become bfloat16, in one
 //! term or in two (the second is what the first has lost):
 //!
-//! - two terms leave an error of 2⁻¹⁷ of each query element and of each weight, 256 times less than
+//! - two terms leave an error of 2⁻¹⁷ of each query element and of each weight, 512 times less than
 //!   what storing K and V as bfloat16 may have lost;
-//! - one term leaves 2⁻⁹, as much as storing does. This is what most engines do, and is taken only
+//! - one term leaves 2⁻⁸, as much as storing does. This is what most engines do, and is taken only
 //!   where it is asked for.
 //!
 //! Sums are kept in f32. Their order is fixed: a score has four sums for each term, of every
