@@ -5,7 +5,7 @@ use kvpool::cache::{AttendOptions, Cache, SeqHandle};
 use kvpool::config::{
     Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, DeviceConfig,
     DeviceKind, Format, Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig,
-    ModelConfig, PoolConfig, RopeConfig, ScaleKind, StaticScale,
+    ModelConfig, PoolConfig, RopeConfig, ScaleKind, Scrub, StaticScale,
 };
 use kvpool::device::{TensorMut, TensorRef};
 use kvpool::error::{CacheError, PlanError};
@@ -35,6 +35,7 @@ pub(crate) struct Spec {
     pub(crate) prefix_reuse: bool,
     pub(crate) event_buffer: u32,
     pub(crate) watermark_blocks: u32,
+    pub(crate) scrub: Scrub,
     /// For `Hybrid`.
     pub(crate) contiguous_layers: Vec<u32>,
     pub(crate) threads: u32,
@@ -64,6 +65,7 @@ impl Default for Spec {
             prefix_reuse: true,
             event_buffer: 0,
             watermark_blocks: 0,
+            scrub: Scrub::Off,
             contiguous_layers: vec![0],
             threads: 1,
             kernel: KernelChoice::Auto,
@@ -125,7 +127,11 @@ impl Spec {
                     .then_some(HybridConfig { contiguous_layers }),
             },
             rope: self.rope.clone(),
-            pool: PoolConfig { capacity: self.capacity, ..PoolConfig::default() },
+            pool: PoolConfig {
+                capacity: self.capacity,
+                scrub: self.scrub,
+                ..PoolConfig::default()
+            },
             device: if on_cuda() {
                 DeviceConfig { kind: DeviceKind::Cuda, ..DeviceConfig::default() }
             } else {

@@ -9,6 +9,7 @@
 )]
 #![allow(clippy::print_stdout, reason = "a skipped part is printed, and measured errors are")]
 
+mod accuracy;
 mod build_script;
 mod capi;
 mod cli;
@@ -18,6 +19,8 @@ mod config;
 mod cuda;
 mod edge_admission;
 mod edge_blocks;
+mod edge_cases;
+mod faults;
 
 mod int8;
 mod job;

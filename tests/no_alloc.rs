@@ -19,7 +19,7 @@ use kvpool::cache::{
     AttendOptions, BeginOptions, Cache, Namespace, RestoreOptions, SaveOptions, SeqHandle,
 };
 use kvpool::capi::*;
-use kvpool::config::{Admission, Capacity, KernelChoice, RopeConfig, RopeStyle};
+use kvpool::config::{Admission, Capacity, KernelChoice, RopeConfig, RopeStyle, Scrub};
 use kvpool::device::cpu::CpuDevice;
 use kvpool::device::{CountingAllocator, TensorMut, TensorRef, allocation_counts};
 use kvpool::error::CacheError;
@@ -103,6 +103,7 @@ fn edge_10_a_whole_trace_allocates_nothing() {
                         sink_tokens: 2,
                         max_rewind_tokens: 4,
                         threads: 2,
+                        scrub: [Scrub::Off, Scrub::OnRelease, Scrub::OnReuse][verbs as usize % 3],
                         // Too little for everything, so that refusals are common.
                         capacity: Capacity::Tokens(128),
                         ..Spec::mode(mode)

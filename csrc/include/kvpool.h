@@ -277,6 +277,10 @@ enum { KVPOOL_MODE_CONTIGUOUS = 0, KVPOOL_MODE_PAGED = 1, KVPOOL_MODE_HYBRID = 2
 typedef int32_t kvpool_admission_t;
 enum { KVPOOL_GUARANTEED = 0, KVPOOL_MAX_UTILIZATION = 1, KVPOOL_STATIC_BATCH = 2 };
 
+/* When bytes that nobody holds any more are zeroed ([pool] scrub). */
+typedef int32_t kvpool_scrub_t;
+enum { KVPOOL_SCRUB_OFF = 0, KVPOOL_SCRUB_ON_RELEASE = 1, KVPOOL_SCRUB_ON_REUSE = 2 };
+
 /* The numbers of a plan. */
 typedef struct kvpool_plan_info {
     size_t size;
@@ -301,7 +305,7 @@ typedef struct kvpool_plan_info {
     uint32_t max_pins;
     uint32_t prefix_reuse; /* 1 where sequences share prefixes */
     uint32_t rope;         /* 1 where K is rotated by its position when it is appended ([rope]) */
-    uint32_t reserved;
+    kvpool_scrub_t scrub;
     uint64_t pool_bytes;      /* the one allocation for K, V and scales */
     uint64_t padding_bytes;   /* of these, bytes that hold nothing */
     uint64_t host_bytes;      /* tables and lists in host memory */
@@ -935,8 +939,8 @@ typedef struct kvpool_event {
 typedef void (*kvpool_event_fn)(void *context, const kvpool_event_t *event);
 
 /* Hands over the events since the last call, oldest first; `delivered` and `lost` (overwritten before they
- * were polled: see resync) may be NULL. There are none without cache.event_buffer. `each` must not call this
- * cache's verbs (KVPOOL_BUSY). */
+ * were polled: see resync) may be NULL. There are none without cache.event_buffer. `each` must not call verbs or
+ * readers, of this cache or another (KVPOOL_BUSY). */
 kvpool_status_t kvpool_cache_poll_events(kvpool_cache_t cache, kvpool_event_fn each, void *context,
                                          uint64_t *delivered, uint64_t *lost) KVPOOL_NOEXCEPT;
 /* Hands over the whole index as events, for a reader that begins late or has lost some: first
@@ -968,6 +972,8 @@ typedef struct kvpool_stats {
     uint64_t nonfinite;      /* elements that were NaN or infinite on the way into INT8 */
     uint64_t saturated;      /* elements beyond a static INT8 scale */
     uint64_t copied_bytes;   /* within the pool */
+    uint64_t scrubbed_bytes; /* zeroed, as pool.scrub asks for it */
+    uint64_t scrub_failures; /* times that the device refused to */
     uint64_t prefix_queries; /* sequences that looked for a prefix */
     uint64_t prefix_query_tokens;
     uint64_t prefix_hit_tokens;

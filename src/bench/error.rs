@@ -135,7 +135,11 @@ mod tests {
         };
         let memory = [
             text(OpenError::Plan(plan)),
-            text(OpenError::Device(DeviceError::OutOfMemory { bytes: Bytes(3 << 30), code: 12 })),
+            text(OpenError::Device(DeviceError::OutOfMemory {
+                bytes: Bytes(3 << 30),
+                code: 12,
+                available: Bytes(1 << 30),
+            })),
         ];
         for (message, rest) in memory.iter().zip(["1.000 GiB are available", "did not give it"]) {
             let start = "decode/q32kv8d128/1x4096, paged in f16, needs 3.000 GiB of memory";

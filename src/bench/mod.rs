@@ -11,6 +11,7 @@ pub mod capi;
 pub mod cost;
 mod dram;
 mod error;
+pub mod isolation;
 pub mod manager;
 pub mod on_demand;
 

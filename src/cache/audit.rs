@@ -22,6 +22,9 @@ impl Cache {
     pub fn check_invariants(&self) -> Result<(), InvariantError> {
         self.check_slots()?;
         self.check_index()?;
+        if let Some((group, block)) = self.find_dirty() {
+            return Err(InvariantError(format!("group {group}: {block:?} is free and not zeroed")));
+        }
         for group in 0..self.plan.groups.len() {
             if let Some(store) = self.pool.store(group) {
                 store.check_invariants()?;

@@ -6,8 +6,8 @@ use super::cow::Replaced;
 use super::csr::CsrBuffers;
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
-use crate::device::{AppendCounts, BatchSeq, prefetch};
-use crate::error::CacheError;
+use crate::device::{AppendCounts, BatchSeq, prefetch, room, table_of};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
 use crate::units::{BlockId, LayerIdx};
 
@@ -52,33 +52,38 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    pub(super) fn new(plan: &Plan) -> Self {
+    pub(super) fn new(plan: &Plan) -> Result<Self, DeviceError> {
         let tokens = plan.limits.max_batch_tokens as usize;
         let seqs = tokens.min(plan.seq_slots as usize);
         let csr = plan.groups.iter().map(|group| {
             let entries = group.max_blocks_per_seq as usize * plan.seq_slots as usize;
-            (group.kind == GroupKind::Paged).then(|| CsrBuffers::new(seqs, entries))
+            let buffers = (group.kind == GroupKind::Paged).then(|| CsrBuffers::new(seqs, entries));
+            buffers.transpose()
         });
-        Self {
-            seqs: Vec::with_capacity(seqs),
-            positions: Vec::with_capacity(tokens),
-            token_slots: plan.groups.iter().map(|_| Vec::with_capacity(tokens)).collect(),
-            seq_lens: Vec::with_capacity(seqs),
-            appended: vec![false; plan.layers.len()],
+        let csr = csr.collect::<Result<Vec<_>, _>>()?;
+        let token_slots = plan.groups.iter().map(|_| room(tokens));
+        // At most one a sequence and paged group.
+        let tails = seqs * csr.iter().flatten().count();
+        Ok(Self {
+            seqs: room(seqs)?,
+            positions: room(tokens)?,
+            token_slots: token_slots.collect::<Result<_, _>>()?,
+            seq_lens: room(seqs)?,
+            appended: table_of(plan.layers.len(), false)?,
             num_appended: 0,
             counts: AppendCounts::default(),
-            wanted: vec![0; plan.groups.len()],
-            replaced: Vec::with_capacity(seqs * csr.clone().flatten().count()),
-            withdrawn: Vec::with_capacity(seqs * csr.clone().flatten().count()),
-            optional: Vec::with_capacity(seqs * csr.clone().flatten().count()),
+            wanted: table_of(plan.groups.len(), 0)?,
+            replaced: room(tails)?,
+            withdrawn: room(tails)?,
+            optional: room(tails)?,
             shared_tails: false,
             tokens_given: false,
             open: false,
-            csr: csr.collect(),
+            csr,
             csr_built: false,
             number: 0,
             refused_at: None,
-        }
+        })
     }
 
     /// The entry for which the last step was refused; `None` where it was for all of them.
@@ -187,6 +192,11 @@ impl Cache {
                 self.take_for_step(item.sequence().slot, item.num_tokens());
             }
         }
+        if let Err(error) = self.check_scrubbed() {
+            self.undo_step();
+            return Err(error);
+        }
+        self.scrub_freed();
         if let Some(tokens) = tokens {
             self.note_tokens(wanted, tokens);
         }
@@ -461,6 +471,8 @@ impl Cache {
             }
         }
         self.undo_copies();
+        self.scrub_undone();
         self.batch.clear();
+        self.scrub_freed();
     }
 }

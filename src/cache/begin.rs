@@ -115,12 +115,15 @@ impl Cache {
         let finished = self
             .take_partial(slot)
             .and_then(|()| self.finish_begin(prompt, options, slot, &found))
-            .and_then(|()| Ok(self.pool.device.submit()?));
+            .and_then(|()| Ok(self.pool.device.submit()?))
+            .and_then(|()| self.scrub_begun_slot(slot, found.len))
+            .and_then(|()| self.check_scrubbed());
         if let Err(error) = finished {
             self.abandon_begun(begun.sequence);
             return Err(error);
         }
         self.note_peaks();
+        self.scrub_freed();
         Ok((begun, Hit { prompt_tokens: prompt.len() as u64, found }))
     }
 
@@ -177,6 +180,7 @@ impl Cache {
             return Err(failed);
         }
         self.note_peaks();
+        self.scrub_freed();
         Ok(())
     }
 
@@ -201,6 +205,13 @@ impl Cache {
         }
         let index = out.len().saturating_sub(1);
         self.pool.device.submit().map_err(|error| BatchRefused { index, source: error.into() })?;
+        // Only now: a slot that one begins in may be another's donor.
+        for (index, begun) in out.iter().enumerate() {
+            let slot = begun.sequence.slot;
+            let len = self.pending[slot as usize].found.len;
+            self.scrub_begun_slot(slot, len).map_err(|source| BatchRefused { index, source })?;
+        }
+        self.check_scrubbed().map_err(|source| BatchRefused { index, source })?;
         for ((prompt, _), begun) in wanted.iter().zip(out) {
             let found = self.pending[begun.sequence.slot as usize].found;
             self.note_begun(&Hit { prompt_tokens: prompt.len() as u64, found });
@@ -297,6 +308,7 @@ impl Cache {
         slot: u32,
         found: &Found,
     ) -> Result<(), CacheError> {
+        self.note_dirty(slot);
         if let Some(donor) = found.donor {
             self.take_from_donor(slot, donor)?;
         }

@@ -226,7 +226,7 @@ impl Cache {
     }
 
     /// A windowed group, and its block that is attached to one of the lead group.
-    fn attached_to(&self, windowed: usize, block: u32) -> (usize, u32) {
+    pub(super) fn attached_to(&self, windowed: usize, block: u32) -> (usize, u32) {
         self.index().map_or((0, NO_BLOCK), |index| {
             (index.windowed()[windowed], index.attached(windowed, block))
         })
@@ -301,7 +301,7 @@ impl Cache {
         if alone && (tokens * 2 >= self.plan.tokens_per_block || store.available() == 0) {
             self.take_over(slot, lead, at, source);
             self.counters.partial_takeovers += 1;
-            return Ok(());
+            return self.scrub_rest(lead, source, tokens);
         }
         let mut result = self.copy_partial(slot, lead, at, source, tokens);
         for windowed in 0..self.windowed_groups() {

@@ -42,6 +42,7 @@ impl Cache {
             self.note_held_peak();
         }
         self.note_used_peak();
+        self.scrub_freed();
         Ok(())
     }
 

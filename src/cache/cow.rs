@@ -171,9 +171,8 @@ impl Cache {
         if !self.make_free(group) {
             return None;
         }
-        let store = self.pool.store_mut(group)?;
-        let block = store.take()?;
-        store.set_tail(block, true);
+        let block = self.take_free(group)?;
+        self.pool.store_mut(group)?.set_tail(block, true);
         self.set_entry(group, slot, at, block.0);
         self.seqs.record_mut(slot).table_version += 1;
         Some(block)
@@ -199,7 +198,7 @@ impl Cache {
     /// Lets the blocks go that a committed step has copied.
     pub(super) fn drop_replaced(&mut self) {
         for n in 0..self.batch.replaced.len() {
-            let Replaced { group, block, .. } = self.batch.replaced[n];
+            let Replaced { group, block, slot, at } = self.batch.replaced[n];
             let group = group as usize;
             let block = BlockId(block);
             let keep = self.is_shareable(group, block);
@@ -209,6 +208,7 @@ impl Cache {
             if keep && last == Ok(true) {
                 self.note_parked(group, block);
             }
+            self.scrub_tail(group, at, block.0, self.seqs.record(slot).len);
         }
         self.batch.replaced.clear();
     }

@@ -2,7 +2,8 @@
 
 use super::Cache;
 use super::batch::Batch;
-use crate::error::CacheError;
+use crate::device::room;
+use crate::error::{CacheError, DeviceError};
 use crate::units::GroupIdx;
 
 /// The blocks of a batch in compressed sparse row form, as FlashInfer takes it.
@@ -32,13 +33,13 @@ pub(super) struct CsrBuffers {
 }
 
 impl CsrBuffers {
-    pub(super) fn new(seqs: usize, table_entries: usize) -> Self {
-        Self {
-            kv_indptr: Vec::with_capacity(seqs + 1),
-            kv_indices: Vec::with_capacity(table_entries),
-            kv_last_block_len: Vec::with_capacity(seqs),
-            kv_first_position: Vec::with_capacity(seqs),
-        }
+    pub(super) fn new(seqs: usize, table_entries: usize) -> Result<Self, DeviceError> {
+        Ok(Self {
+            kv_indptr: room(seqs + 1)?,
+            kv_indices: room(table_entries)?,
+            kv_last_block_len: room(seqs)?,
+            kv_first_position: room(seqs)?,
+        })
     }
 
     /// The four lists, as [`Csr`] names them.

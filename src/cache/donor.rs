@@ -5,7 +5,7 @@
 //! needs from it, or from a sequence that is alive. A ring holds its latest tokens only, so it
 //! gives a prefix that ends near them: the next turn of a conversation, not the system prompt.
 
-use super::prefix::Namespace;
+use super::prefix::{Namespace, work};
 use super::{Cache, group_idx};
 use crate::error::CacheError;
 use crate::plan::{Addressing, DONOR_NAME_BYTES, GroupKind, SeqView};
@@ -30,7 +30,7 @@ pub(super) struct DonorName {
 const _: () = assert!(size_of::<DonorName>() as u64 == DONOR_NAME_BYTES);
 
 impl DonorName {
-    /// Of `len` tokens in common, how many another namespace may share.
+    /// Of `len` tokens, how many another namespace may share.
     pub(super) fn common(&self, other: &Namespace, epoch: u64, len: u32, per_block: u32) -> u32 {
         let own = &self.namespace;
         if self.epoch != epoch || own.adapter != other.adapter || own.model != other.model {
@@ -64,12 +64,13 @@ impl Cache {
             if held == 0 || best.is_some_and(|best| best.len >= held) {
                 continue;
             }
+            // Only what may be shared is compared: how long that takes tells nothing of the rest.
+            let name = &reuse.names[slot as usize];
+            let held = name.common(namespace, reuse.epoch, held, self.plan.tokens_per_block);
             let tokens = &reuse.tokens(slot)[..held as usize];
             let common = tokens.iter().zip(wanted).take_while(|(a, b)| a == b).count();
-            let common = u32::try_from(common).unwrap_or(0);
-            let per_block = self.plan.tokens_per_block;
-            let name = &reuse.names[slot as usize];
-            let len = name.common(namespace, reuse.epoch, common, per_block);
+            work::compared(common);
+            let len = u32::try_from(common).unwrap_or(0);
             if len > best.map_or(0, |best| best.len) && self.slot_has(slot, len) {
                 best = Some(Donor { slot, len, take_over: self.may_take_over(slot, len) });
             }
@@ -210,6 +211,9 @@ impl Cache {
         let Some(reuse) = &mut self.reuse else { return };
         for &slot in &self.seqs.free {
             reuse.seqs[slot as usize].retained = 0;
+        }
+        for at in 0..self.seqs.free.len() {
+            self.scrub_released_slot(self.seqs.free[at]);
         }
     }
 }

@@ -8,6 +8,8 @@ use super::Cache;
 use super::prefix::Namespace;
 use super::reuse::Reuse;
 use crate::config::MAX_TOKENS_PER_BLOCK;
+use crate::device::table_of;
+use crate::error::DeviceError;
 use crate::plan::{EVENT_BYTES, NO_BLOCK};
 use crate::units::GroupIdx;
 
@@ -94,16 +96,16 @@ pub(super) struct EventRing {
 }
 
 impl EventRing {
-    pub(super) fn new(events: u32, tokens_per_block: u32) -> Self {
+    pub(super) fn new(events: u32, tokens_per_block: u32) -> Result<Self, DeviceError> {
         let (len, per_block) = (events as usize, tokens_per_block as usize);
         let record = Record { block: 0, other: 0, namespace: 0, group: 0, kind: Kind::Cleared };
-        Self {
-            records: vec![record; len],
-            tokens: vec![0; len * per_block],
+        Ok(Self {
+            records: table_of(len, record)?,
+            tokens: table_of(len * per_block, 0)?,
             per_block,
             next: 0,
             oldest: 0,
-        }
+        })
     }
 
     /// The number of the next event.

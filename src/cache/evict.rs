@@ -3,6 +3,7 @@
 use super::Cache;
 use super::prefix::PrefixIndex;
 use crate::device::{huge_vec, prefetch};
+use crate::error::DeviceError;
 use crate::plan::{LATER_BYTES, NO_BLOCK};
 use crate::pool::BlockStore;
 use crate::units::BlockId;
@@ -33,14 +34,14 @@ pub(super) struct Scout {
 const _: () = assert!(size_of::<u32>() as u64 == LATER_BYTES);
 
 impl Scout {
-    pub(super) fn new(blocks: u32) -> Self {
-        Self {
-            later: huge_vec(blocks as usize, |_| NO_BLOCK),
+    pub(super) fn new(blocks: u32) -> Result<Self, DeviceError> {
+        Ok(Self {
+            later: huge_vec(blocks as usize, |_| NO_BLOCK)?,
             cached: [NO_BLOCK; VICTIMS_AHEAD],
             oldest_cached: 0,
             asked: [NO_BLOCK; NODE_AHEAD],
             oldest_asked: 0,
-        }
+        })
     }
 
     /// Notes that a block is cached.
@@ -166,6 +167,13 @@ impl Cache {
 
     /// Takes a block out of the index, and with a block of the lead group what is attached to it.
     pub(super) fn forget(&mut self, group: usize, block: BlockId) {
+        if self.lead() == Some(group) {
+            for windowed in 0..self.windowed_groups() {
+                let (of_group, attached) = self.attached_to(windowed, block.0);
+                self.scrub_unshared(of_group, BlockId(attached));
+            }
+        }
+        self.scrub_unshared(group, block);
         let Some(reuse) = &mut self.reuse else { return };
         let Some(index) = &mut reuse.index else { return };
         let lead = index.lead();
@@ -226,5 +234,6 @@ impl Cache {
             reuse.events.cleared(lead);
         }
         self.forget_donors();
+        self.scrub_freed();
     }
 }

@@ -4,7 +4,6 @@ use super::sequence::GroupState;
 use super::{Cache, SeqHandle};
 use crate::error::CacheError;
 use crate::plan::NO_BLOCK;
-use crate::pool::BlockStore;
 use crate::units::BlockId;
 
 impl Cache {
@@ -28,6 +27,7 @@ impl Cache {
         let copy = self.seqs.take_at(at, None, record.limit);
         self.begun += 1;
         let target = copy.slot;
+        self.note_dirty(target);
         {
             let copy = self.seqs.record_mut(target);
             copy.begun = self.begun;
@@ -50,13 +50,17 @@ impl Cache {
                 self.copy_unshared(group, source, target)
             }
         });
-        let copied = copied.and_then(|()| Ok(self.pool.device.submit()?));
+        let copied = copied
+            .and_then(|()| Ok(self.pool.device.submit()?))
+            .and_then(|()| self.scrub_forked_slot(target))
+            .and_then(|()| self.check_scrubbed());
         if let Err(error) = copied {
             self.abandon_begun(copy);
             return Err(error);
         }
         self.counters.seqs_begun += 1;
         self.note_peaks();
+        self.scrub_freed();
         Ok(copy)
     }
 
@@ -114,7 +118,7 @@ impl Cache {
             if self.entry(group, source, at) != NO_BLOCK {
                 let made = self.make_free(group);
                 debug_assert!(made, "`check_room_for_fork` has counted it");
-                let block = self.pool.store_mut(group).and_then(BlockStore::take);
+                let block = self.take_free(group);
                 self.set_entry(group, target, at, block.map_or(NO_BLOCK, |block| block.0));
             }
         }

@@ -35,9 +35,12 @@ mod retention;
 mod reuse;
 mod rows;
 mod save;
+mod scrub;
 mod sequence;
 mod stats;
 mod step;
+#[cfg(test)]
+mod tests_tenants;
 mod truncate;
 
 pub use admission::{Estimate, Reservation, ReservationRefused};
@@ -58,8 +61,8 @@ pub use step::{AttendOptions, Step, StepId};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::config::{Admission, DeviceConfig, DeviceKind};
-use crate::device::{self, CudaStream, Device, DeviceInfo};
-use crate::error::{CacheError, OpenError, PlanError};
+use crate::device::{self, CudaStream, Device, DeviceInfo, table_of};
+use crate::error::{CacheError, DeviceError, OpenError, PlanError};
 use crate::plan::{NO_BLOCK, Plan};
 use crate::pool::{MAX_PRIORITY, Pool, Stats};
 use crate::units::{Bytes, GroupIdx, SeqSlot};
@@ -105,6 +108,8 @@ pub struct Cache {
     cache_id: u32,
     /// Names the step that is open, or was last: never 0.
     step_name: u64,
+    /// Why a block that was taken could not be zeroed.
+    scrub_refused: Option<DeviceError>,
 }
 
 impl Cache {
@@ -142,7 +147,8 @@ impl Cache {
     /// cache will ever need is allocated here.
     ///
     /// # Errors
-    /// [`OpenError::Plan`] when the device was opened with another plan.
+    /// [`OpenError::Plan`] when the device was opened with another plan, [`OpenError::Device`] when
+    /// there is no memory for it.
     pub fn open(plan: Plan, device: Box<dyn Device>) -> Result<Self, OpenError> {
         Self::open_with_hash(plan, device, false)
     }
@@ -170,17 +176,19 @@ impl Cache {
             }));
         }
         let cache_id = NEXT_CACHE_ID.fetch_add(1, Relaxed);
-        let table = |row: u32| vec![NO_BLOCK; plan.seq_slots as usize * row as usize];
+        let slots = plan.seq_slots as usize;
+        let table = |row: u32| table_of(slots * row as usize, NO_BLOCK);
+        let tables = plan.groups.iter().map(|group| table(group.max_blocks_per_seq));
         Ok(Self {
-            seqs: SeqTable::new(plan.seq_slots, plan.groups.len(), cache_id),
-            tables: plan.groups.iter().map(|group| table(group.max_blocks_per_seq)).collect(),
-            live_tokens: vec![0; plan.groups.len()],
-            batch: Batch::new(&plan),
-            pool: Pool::new(&plan, device),
+            seqs: SeqTable::new(plan.seq_slots, plan.groups.len(), cache_id)?,
+            tables: tables.collect::<Result<_, _>>()?,
+            live_tokens: table_of(plan.groups.len(), 0)?,
+            batch: Batch::new(&plan)?,
+            pool: Pool::new(&plan, device)?,
             counters: Stats::default(),
             evictions_by_priority: [0; MAX_PRIORITY as usize + 1],
-            reuse: Reuse::new(&plan, constant_hash),
-            pending: vec![Pending::NOTHING; plan.seq_slots as usize],
+            reuse: Reuse::new(&plan, constant_hash)?,
+            pending: table_of(slots, Pending::NOTHING)?,
             block_shift: plan.tokens_per_block.trailing_zeros(),
             block_mask: plan.tokens_per_block - 1,
             has_windows: plan.groups.iter().any(|group| group.window.is_some()),
@@ -189,6 +197,7 @@ impl Cache {
             preempted: false,
             cache_id,
             step_name: 0,
+            scrub_refused: None,
             plan,
         })
     }
@@ -278,6 +287,7 @@ impl Cache {
     /// Gives back what a sequence has that could not be begun, because the device failed. Not all
     /// of it was written, so nobody else gets any of it; and nobody has ended.
     fn abandon_begun(&mut self, sequence: SeqHandle) {
+        self.scrub_refused = None;
         self.seqs.record_mut(sequence.slot).known = 0;
         self.release_slot(sequence.slot);
     }
@@ -301,6 +311,7 @@ impl Cache {
             self.give_back_from(group, slot, 0);
         }
         self.retain(slot);
+        self.scrub_released_slot(slot);
         if let Some(reuse) = &mut self.reuse {
             let share = &mut reuse.seqs[slot as usize];
             let keys = std::mem::replace(&mut share.keys, ChainKeys::NONE);
@@ -314,10 +325,11 @@ impl Cache {
             // The batch has ended. Places that are kept are of the next one.
             self.batch_closed = false;
         }
+        self.scrub_freed();
     }
 
     /// Forgets everything: counters and the order of the free lists are as after open. The bytes
-    /// of the pool are not touched.
+    /// of the pool are not touched, unless `pool.scrub` asks for it.
     ///
     /// # Errors
     /// [`CacheError::SequencesAlive`] while there are sequences, [`CacheError::PinsAlive`] while
@@ -341,6 +353,7 @@ impl Cache {
         if let Some(reuse) = &mut self.reuse {
             reuse.clear();
         }
+        self.scrub_all();
         self.counters = Stats::default();
         self.evictions_by_priority.fill(0);
         self.begun = 0;

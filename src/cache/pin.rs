@@ -1,7 +1,8 @@
 //! Pins: prefixes that stay whatever happens.
 
 use super::{Cache, SeqHandle, group_idx};
-use crate::error::CacheError;
+use crate::device::{room, table_of};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{NO_BLOCK, PIN_BYTES, Plan};
 use crate::units::BlockId;
 
@@ -51,14 +52,16 @@ pub(super) struct PinTable {
 }
 
 impl PinTable {
-    pub(super) fn new(plan: &Plan) -> Self {
+    pub(super) fn new(plan: &Plan) -> Result<Self, DeviceError> {
         let (pins, num_groups) = (plan.max_pins(), plan.groups.len());
-        Self {
-            records: vec![Record::default(); pins as usize],
-            free: (0..pins).rev().collect(),
-            windows: vec![(0, 0); pins as usize * num_groups],
+        let mut free = room(pins as usize)?;
+        free.extend((0..pins).rev());
+        Ok(Self {
+            records: table_of(pins as usize, Record::default())?,
+            free,
+            windows: table_of(pins as usize * num_groups, (0, 0))?,
             num_groups,
-        }
+        })
     }
 
     /// Of a plan that has no blocks to pin.
@@ -214,6 +217,7 @@ impl Cache {
             self.unpin_block(lead, BlockId(block));
             block = parent;
         }
+        self.scrub_freed();
         Ok(())
     }
 

@@ -7,8 +7,8 @@
 
 use super::reuse::Reuse;
 use super::{Cache, SeqHandle};
-use crate::device::huge_vec;
-use crate::error::CacheError;
+use crate::device::{huge_vec, room};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{EXPIRY_BYTES, NO_BLOCK};
 use crate::pool::{DEFAULT_PRIORITY, MAX_PRIORITY};
 use crate::units::BlockId;
@@ -132,15 +132,15 @@ pub(super) struct Expiry {
 const _: () = assert!(size_of::<Limit>() as u64 + 4 + 4 == EXPIRY_BYTES);
 
 impl Expiry {
-    pub(super) fn new(blocks: u32) -> Self {
+    pub(super) fn new(blocks: u32) -> Result<Self, DeviceError> {
         let len = blocks as usize;
-        Self {
-            limits: huge_vec(len, |_| Limit { duration_ms: u64::MAX, at_ms: u64::MAX }),
-            heap: Vec::with_capacity(len),
-            place: huge_vec(len, |_| NO_BLOCK),
+        Ok(Self {
+            limits: huge_vec(len, |_| Limit { duration_ms: u64::MAX, at_ms: u64::MAX })?,
+            heap: room(len)?,
+            place: huge_vec(len, |_| NO_BLOCK)?,
             limited: 0,
             now_ms: 0,
-        }
+        })
     }
 
     /// Gives a block a time limit, or none (`u64::MAX`); it runs from the next time that the
@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn the_heap_follows_a_model() {
-        let mut expiry = Expiry::new(50);
+        let mut expiry = Expiry::new(50).expect("memory");
         let mut model: Vec<(u64, u32)> = Vec::new();
         let mut state = 7_u64;
         for _ in 0..20_000 {

@@ -14,8 +14,8 @@ use super::evict::Scout;
 use super::pin::PinTable;
 use super::prefix::{ChainKeys, Namespace, PrefixIndex, Probe, Prober, Walk};
 use super::retention::{Expiry, Retentions};
-use crate::device::huge_vec;
-use crate::error::CacheError;
+use crate::device::{huge_vec, table_of};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{NO_BLOCK, Plan, SEQ_SHARE_BYTES};
 
 /// What a sequence shares; the index of its slot is its own.
@@ -74,29 +74,30 @@ pub(super) struct Reuse {
 }
 
 impl Reuse {
-    pub(super) fn new(plan: &Plan, constant_hash: bool) -> Option<Self> {
+    pub(super) fn new(plan: &Plan, constant_hash: bool) -> Result<Option<Self>, DeviceError> {
         if !plan.reuse.is_on() {
-            return None;
+            return Ok(None);
         }
-        let index = PrefixIndex::new(plan, constant_hash);
+        let index = PrefixIndex::new(plan, constant_hash)?;
         let blocks = plan.reuse.lead.map_or(0, |lead| plan.groups[lead.index()].layout.units);
         let row = plan.limits.max_seq_len as usize;
         let none = plan.reuse.lead.is_none();
         let (slots, has_donors) = (plan.seq_slots as usize, plan.reuse.has_donors());
-        Some(Self {
-            seqs: vec![SeqShare::NEW; slots],
-            tokens: huge_vec(slots * row, |_| 0),
+        let names = if has_donors { slots } else { 0 };
+        Ok(Some(Self {
+            seqs: table_of(slots, SeqShare::NEW)?,
+            tokens: huge_vec(slots * row, |_| 0)?,
             row,
-            names: if has_donors { vec![DonorName::default(); slots] } else { Vec::new() },
+            names: table_of(names, DonorName::default())?,
             epoch: 0,
             has_donors,
             releases: 0,
-            scout: Scout::new(blocks),
-            expiry: Expiry::new(blocks),
-            events: EventRing::new(plan.event_buffer, plan.tokens_per_block),
-            pins: if none { PinTable::none() } else { PinTable::new(plan) },
+            scout: Scout::new(blocks)?,
+            expiry: Expiry::new(blocks)?,
+            events: EventRing::new(plan.event_buffer, plan.tokens_per_block)?,
+            pins: if none { PinTable::none() } else { PinTable::new(plan)? },
             index,
-        })
+        }))
     }
 
     /// What a sequence consists of, its slot's whole row.

@@ -32,7 +32,7 @@ impl Cache {
         state.held += 1;
         // First off the promise, then out of the list: never more promised than there is.
         store.unpromise(promised - state.promised());
-        let block = store.take()?;
+        let block = self.take_free(group)?;
         self.set_entry(group, slot, at, block.0);
         Some(block)
     }
@@ -155,6 +155,7 @@ impl Cache {
             let kept = store.promise(promised);
             debug_assert!(kept.is_ok(), "the block that came back can be promised");
         }
+        self.scrub_tail(group, at, block, self.seqs.record(slot).len);
         self.seqs.record_mut(slot).table_version += 1;
     }
 

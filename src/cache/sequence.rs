@@ -1,7 +1,8 @@
 //! Sequences: their handles, their slots, and what each holds.
 
 use super::prefix::ProbeTable;
-use crate::error::CacheError;
+use crate::device::{room, table_of};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{GROUP_STATE_BYTES, SEQ_RECORD_BYTES};
 
 /// A sequence as a value that can be checked: it is refused once the sequence was released, also
@@ -56,9 +57,11 @@ pub(super) struct SeqRecord {
     pub(super) limit: u32,
     /// Tokens from the first on whose ids are known. More than `len` while a prompt is prefilled.
     pub(super) known: u32,
-    /// The most tokens that were ever written to the slot, cancelled steps included; outlives the
-    /// sequence, because the bytes do.
+    /// The most tokens that were ever written to the slot, cancelled steps included, since it began or
+    /// was rewound to none; outlives the sequence, because the bytes do.
     pub(super) written: u32,
+    /// The same of those before it in the slot, as far as they were not zeroed.
+    pub(super) dirty: u32,
     /// Raised each time a block leaves the sequence: a table row read before is stale.
     pub(super) table_version: u64,
     /// The number of the last step that named it.
@@ -114,17 +117,23 @@ pub(super) struct SeqTable {
 }
 
 impl SeqTable {
-    pub(super) fn new(seq_slots: u32, num_groups: usize, cache_id: u32) -> Self {
+    pub(super) fn new(
+        seq_slots: u32,
+        num_groups: usize,
+        cache_id: u32,
+    ) -> Result<Self, DeviceError> {
         let slots = seq_slots as usize;
-        Self {
-            records: vec![SeqRecord::default(); slots],
-            free: (0..seq_slots).rev().collect(),
-            states: vec![GroupState::default(); slots * num_groups],
+        let mut free = room(slots)?;
+        free.extend((0..seq_slots).rev());
+        Ok(Self {
+            records: table_of(slots, SeqRecord::default())?,
+            free,
+            states: table_of(slots * num_groups, GroupState::default())?,
             num_groups,
-            keys: ProbeTable::new(u64::from(seq_slots)),
+            keys: ProbeTable::new(u64::from(seq_slots))?,
             reserved: 0,
             cache_id,
-        }
+        })
     }
 
     /// The slot of a handle, when its sequence is alive. A reservation is no sequence yet.
@@ -200,8 +209,9 @@ impl SeqTable {
         let slot = self.free.remove(at);
         let record = self.record_mut(slot);
         let generation = record.generation + 1;
-        let written = record.written;
-        *record = SeqRecord { generation, key, alive: true, limit, written, ..Default::default() };
+        let (written, dirty) = (record.written, record.dirty);
+        *record =
+            SeqRecord { generation, key, alive: true, limit, written, dirty, ..Default::default() };
         if let Some(key) = key {
             self.keys.insert(key_tag(key), slot);
         }
@@ -226,8 +236,8 @@ impl SeqTable {
         }
         self.set_reserved(slot, false);
         let record = self.record_mut(slot);
-        let (generation, written) = (record.generation, record.written);
-        *record = SeqRecord { generation, written, ..SeqRecord::default() };
+        let SeqRecord { generation, written, dirty, .. } = *record;
+        *record = SeqRecord { generation, written, dirty, ..SeqRecord::default() };
         for group in 0..self.num_groups {
             let state = self.state_mut(slot, group);
             *state = GroupState { holds_from: state.holds_from, ..GroupState::default() };

@@ -36,6 +36,7 @@ impl Cache {
             self.check_promises(slot, len)?;
         }
         let high_water = if len == 0 { 0 } else { record.high_water };
+        let old_len = record.len;
         for group in 0..self.plan.groups.len() {
             let before = self.live_in(group, slot);
             let per_block = self.plan.groups[group].layout.unit_tokens;
@@ -58,6 +59,13 @@ impl Cache {
             self.set_tail(group, slot, true);
         }
         self.unpublish_tail(slot, len);
+        self.scrub_cut(slot, len, old_len);
+        if len == 0 {
+            // It begins anew: what its rings hold is counted from here.
+            self.note_dirty(slot);
+            self.seqs.record_mut(slot).written = 0;
+        }
+        self.scrub_freed();
         // A block that two had full is one that they have in part now.
         self.note_used_peak();
         Ok(())

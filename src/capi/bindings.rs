@@ -210,6 +210,10 @@ pub type kvpool_admission_t = i32;
 pub const KVPOOL_GUARANTEED: i32 = 0;
 pub const KVPOOL_MAX_UTILIZATION: i32 = 1;
 pub const KVPOOL_STATIC_BATCH: i32 = 2;
+pub type kvpool_scrub_t = i32;
+pub const KVPOOL_SCRUB_OFF: i32 = 0;
+pub const KVPOOL_SCRUB_ON_RELEASE: i32 = 1;
+pub const KVPOOL_SCRUB_ON_REUSE: i32 = 2;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kvpool_plan_info {
@@ -235,7 +239,7 @@ pub struct kvpool_plan_info {
     pub max_pins: u32,
     pub prefix_reuse: u32,
     pub rope: u32,
-    pub reserved: u32,
+    pub scrub: kvpool_scrub_t,
     pub pool_bytes: u64,
     pub padding_bytes: u64,
     pub host_bytes: u64,
@@ -290,8 +294,8 @@ const _: () = {
         [::core::mem::offset_of!(kvpool_plan_info, prefix_reuse) - 84usize];
     ["Offset of field: kvpool_plan_info::rope"]
         [::core::mem::offset_of!(kvpool_plan_info, rope) - 88usize];
-    ["Offset of field: kvpool_plan_info::reserved"]
-        [::core::mem::offset_of!(kvpool_plan_info, reserved) - 92usize];
+    ["Offset of field: kvpool_plan_info::scrub"]
+        [::core::mem::offset_of!(kvpool_plan_info, scrub) - 92usize];
     ["Offset of field: kvpool_plan_info::pool_bytes"]
         [::core::mem::offset_of!(kvpool_plan_info, pool_bytes) - 96usize];
     ["Offset of field: kvpool_plan_info::padding_bytes"]
@@ -1100,6 +1104,8 @@ pub struct kvpool_stats {
     pub nonfinite: u64,
     pub saturated: u64,
     pub copied_bytes: u64,
+    pub scrubbed_bytes: u64,
+    pub scrub_failures: u64,
     pub prefix_queries: u64,
     pub prefix_query_tokens: u64,
     pub prefix_hit_tokens: u64,
@@ -1126,7 +1132,7 @@ pub struct kvpool_stats {
     pub refused_static_batch: u64,
 }
 const _: () = {
-    ["Size of kvpool_stats"][::core::mem::size_of::<kvpool_stats>() - 312usize];
+    ["Size of kvpool_stats"][::core::mem::size_of::<kvpool_stats>() - 328usize];
     ["Alignment of kvpool_stats"][::core::mem::align_of::<kvpool_stats>() - 8usize];
     ["Offset of field: kvpool_stats::size"][::core::mem::offset_of!(kvpool_stats, size) - 0usize];
     ["Offset of field: kvpool_stats::seqs"][::core::mem::offset_of!(kvpool_stats, seqs) - 8usize];
@@ -1156,54 +1162,58 @@ const _: () = {
         [::core::mem::offset_of!(kvpool_stats, saturated) - 104usize];
     ["Offset of field: kvpool_stats::copied_bytes"]
         [::core::mem::offset_of!(kvpool_stats, copied_bytes) - 112usize];
+    ["Offset of field: kvpool_stats::scrubbed_bytes"]
+        [::core::mem::offset_of!(kvpool_stats, scrubbed_bytes) - 120usize];
+    ["Offset of field: kvpool_stats::scrub_failures"]
+        [::core::mem::offset_of!(kvpool_stats, scrub_failures) - 128usize];
     ["Offset of field: kvpool_stats::prefix_queries"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_queries) - 120usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_queries) - 136usize];
     ["Offset of field: kvpool_stats::prefix_query_tokens"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_query_tokens) - 128usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_query_tokens) - 144usize];
     ["Offset of field: kvpool_stats::prefix_hit_tokens"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_hit_tokens) - 136usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_hit_tokens) - 152usize];
     ["Offset of field: kvpool_stats::prefix_hit_blocks"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_hit_blocks) - 144usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_hit_blocks) - 160usize];
     ["Offset of field: kvpool_stats::prefix_partial_hits"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_partial_hits) - 152usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_partial_hits) - 168usize];
     ["Offset of field: kvpool_stats::prefix_partial_tokens"]
-        [::core::mem::offset_of!(kvpool_stats, prefix_partial_tokens) - 160usize];
+        [::core::mem::offset_of!(kvpool_stats, prefix_partial_tokens) - 176usize];
     ["Offset of field: kvpool_stats::window_misses"]
-        [::core::mem::offset_of!(kvpool_stats, window_misses) - 168usize];
+        [::core::mem::offset_of!(kvpool_stats, window_misses) - 184usize];
     ["Offset of field: kvpool_stats::donor_misses"]
-        [::core::mem::offset_of!(kvpool_stats, donor_misses) - 176usize];
+        [::core::mem::offset_of!(kvpool_stats, donor_misses) - 192usize];
     ["Offset of field: kvpool_stats::blocks_published"]
-        [::core::mem::offset_of!(kvpool_stats, blocks_published) - 184usize];
+        [::core::mem::offset_of!(kvpool_stats, blocks_published) - 200usize];
     ["Offset of field: kvpool_stats::blocks_deduplicated"]
-        [::core::mem::offset_of!(kvpool_stats, blocks_deduplicated) - 192usize];
+        [::core::mem::offset_of!(kvpool_stats, blocks_deduplicated) - 208usize];
     ["Offset of field: kvpool_stats::evictions"]
-        [::core::mem::offset_of!(kvpool_stats, evictions) - 200usize];
+        [::core::mem::offset_of!(kvpool_stats, evictions) - 216usize];
     ["Offset of field: kvpool_stats::cow_copies"]
-        [::core::mem::offset_of!(kvpool_stats, cow_copies) - 208usize];
+        [::core::mem::offset_of!(kvpool_stats, cow_copies) - 224usize];
     ["Offset of field: kvpool_stats::blocks_withdrawn"]
-        [::core::mem::offset_of!(kvpool_stats, blocks_withdrawn) - 216usize];
+        [::core::mem::offset_of!(kvpool_stats, blocks_withdrawn) - 232usize];
     ["Offset of field: kvpool_stats::partial_copies"]
-        [::core::mem::offset_of!(kvpool_stats, partial_copies) - 224usize];
+        [::core::mem::offset_of!(kvpool_stats, partial_copies) - 240usize];
     ["Offset of field: kvpool_stats::partial_takeovers"]
-        [::core::mem::offset_of!(kvpool_stats, partial_takeovers) - 232usize];
+        [::core::mem::offset_of!(kvpool_stats, partial_takeovers) - 248usize];
     ["Offset of field: kvpool_stats::donor_copies"]
-        [::core::mem::offset_of!(kvpool_stats, donor_copies) - 240usize];
+        [::core::mem::offset_of!(kvpool_stats, donor_copies) - 256usize];
     ["Offset of field: kvpool_stats::donor_takeovers"]
-        [::core::mem::offset_of!(kvpool_stats, donor_takeovers) - 248usize];
+        [::core::mem::offset_of!(kvpool_stats, donor_takeovers) - 264usize];
     ["Offset of field: kvpool_stats::namespaces_refused"]
-        [::core::mem::offset_of!(kvpool_stats, namespaces_refused) - 256usize];
+        [::core::mem::offset_of!(kvpool_stats, namespaces_refused) - 272usize];
     ["Offset of field: kvpool_stats::preemptions"]
-        [::core::mem::offset_of!(kvpool_stats, preemptions) - 264usize];
+        [::core::mem::offset_of!(kvpool_stats, preemptions) - 280usize];
     ["Offset of field: kvpool_stats::refused_slots"]
-        [::core::mem::offset_of!(kvpool_stats, refused_slots) - 272usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_slots) - 288usize];
     ["Offset of field: kvpool_stats::refused_blocks"]
-        [::core::mem::offset_of!(kvpool_stats, refused_blocks) - 280usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_blocks) - 296usize];
     ["Offset of field: kvpool_stats::refused_never"]
-        [::core::mem::offset_of!(kvpool_stats, refused_never) - 288usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_never) - 304usize];
     ["Offset of field: kvpool_stats::refused_too_long"]
-        [::core::mem::offset_of!(kvpool_stats, refused_too_long) - 296usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_too_long) - 312usize];
     ["Offset of field: kvpool_stats::refused_static_batch"]
-        [::core::mem::offset_of!(kvpool_stats, refused_static_batch) - 304usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_static_batch) - 320usize];
 };
 pub type kvpool_stats_t = kvpool_stats;
 #[repr(C)]

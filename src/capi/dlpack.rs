@@ -14,6 +14,7 @@ use super::failure::{CallError, Failure};
 use super::object::{Object, any};
 use super::plan::layer_of;
 use crate::config::DeviceKind;
+use crate::device::rank::{self, Rank};
 
 /// `DLDevice`
 #[repr(C)]
@@ -110,12 +111,14 @@ impl Views {
     }
 
     fn take(&self) -> Result<Box<View>, CallError> {
+        let _rank = rank::take(Rank::Views);
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.pop().ok_or(CallError::NoView { limit: self.limit })
     }
 
     fn put_back(&self, view: Box<View>) {
         // There is room: it was taken from here.
+        let _rank = rank::take(Rank::Views);
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(view);
     }
 }

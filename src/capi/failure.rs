@@ -332,8 +332,8 @@ impl Facts {
     fn of_device(error: &DeviceError) -> Self {
         const POOL: &str = "pool.capacity";
         match *error {
-            DeviceError::OutOfMemory { bytes, .. } => {
-                Self { wanted: bytes.get(), ..Self::knob(POOL) }
+            DeviceError::OutOfMemory { bytes, available, .. } => {
+                Self::of(bytes.get(), available.get(), POOL)
             }
             DeviceError::CudaOutOfMemory { bytes, free, .. } => {
                 Self::of(bytes.get(), free.get(), POOL)

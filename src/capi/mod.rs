@@ -17,7 +17,8 @@
 //!
 //! **Locks.** There are three, and none is taken while a later one is held: the table of objects
 //! (`registry.rs`, for the time of a look-up), a cache's own mutex (`object.rs`; `turns.rs` says in
-//! which order it is given), its DLPack views (`dlpack.rs`). A verb claims the cache before it takes
+//! which order it is given), its DLPack views (`dlpack.rs`). Behind them come those of the device:
+//! `device/rank.rs` has the whole order, which builds with debug assertions check. A verb claims the cache before it takes
 //! the mutex, so a second verb is refused rather than kept waiting; a reader waits for the verb that
 //! is under way, and a verb for the readers that are.
 

@@ -3,8 +3,8 @@
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, MutexGuard};
 
 use super::bindings::{
     KVPOOL_OK, kvpool_cache_t, kvpool_plan_info_t, kvpool_status_t, kvpool_step_t,
@@ -13,11 +13,13 @@ use super::dlpack::Views;
 use super::failure::{CallError, Failure, note};
 use super::plan::info_of;
 use super::registry::Registry;
-use super::turns::Turns;
+use super::turns::{Turn, Turns};
 use super::{fault, handle};
 use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
-use crate::device::DeviceInfo;
+use crate::device::rank;
+use crate::device::{DeviceInfo, room};
+use crate::error::DeviceError;
 use crate::plan::Plan;
 
 /// The caches of the process.
@@ -56,14 +58,11 @@ pub(super) struct Open {
 }
 
 impl Open {
-    fn new(cache: Cache) -> Self {
+    fn new(cache: Cache) -> Result<Self, DeviceError> {
         let slots = cache.plan().seq_slots as usize;
-        Self {
-            cache,
-            batch: Vec::with_capacity(slots),
-            begun: Vec::with_capacity(slots),
-            reservations: (0..slots).map(|_| None).collect(),
-        }
+        let mut reservations = room(slots)?;
+        reservations.resize_with(slots, || None);
+        Ok(Self { cache, batch: room(slots)?, begun: room(slots)?, reservations })
     }
 }
 
@@ -76,7 +75,7 @@ thread_local! {
 /// that waited for each other's caches would do so for ever.
 pub(super) fn call_back(callback: impl FnOnce()) {
     let outer = IN_CALLBACK.replace(true);
-    callback();
+    rank::call_back(callback);
     IN_CALLBACK.set(outer);
 }
 
@@ -99,7 +98,7 @@ impl Object {
             base: cache.pool_ptr().expose_provenance(),
             prober: cache.prober(),
             views: Views::new(plan.geometry.num_layers),
-            open: Turns::new(Open::new(cache)),
+            open: Turns::new(Open::new(cache)?),
             inside: AtomicBool::new(false),
             poisoned: AtomicBool::new(false),
             closed: AtomicBool::new(false),
@@ -115,7 +114,7 @@ impl Object {
     }
 
     /// The cache, once nobody is in it. What a panic left is known by `poisoned`.
-    fn lock(&self) -> MutexGuard<'_, Open> {
+    fn lock(&self) -> Turn<'_, Open> {
         self.open.lock()
     }
 

@@ -12,7 +12,7 @@ use super::object::guarded;
 use super::registry::Registry;
 use super::tensor::{apart, bytes_of};
 use super::text::{Form, TextOut, json};
-use crate::config::{Admission, CacheMode, Config, DeviceKind, Format, ScaleKind};
+use crate::config::{Admission, CacheMode, Config, DeviceKind, Format, ScaleKind, Scrub};
 use crate::device::cpu::num_threads;
 use crate::device::resolve_budget;
 use crate::error::{CacheError, PlanError};
@@ -281,7 +281,11 @@ pub(super) fn info_of(plan: &Plan, config: &Config) -> Result<kvpool_plan_info_t
         max_pins: plan.max_pins(),
         prefix_reuse: plan.reuse.is_on().into(),
         rope: plan.rope.is_some().into(),
-        reserved: 0,
+        scrub: match plan.scrub {
+            Scrub::Off => KVPOOL_SCRUB_OFF,
+            Scrub::OnRelease => KVPOOL_SCRUB_ON_RELEASE,
+            Scrub::OnReuse => KVPOOL_SCRUB_ON_REUSE,
+        },
         pool_bytes: plan.pool_bytes.get(),
         padding_bytes: plan.padding_bytes.get(),
         host_bytes: plan.host_bytes.get(),

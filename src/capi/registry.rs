@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::failure::CallError;
 use super::handle::{Handle, Parts, pack, unpack};
+use crate::device::rank::{self, Rank};
 
 /// Objects of one kind that can be there at once.
 const MAX_OBJECTS: usize = 1 << 16;
@@ -38,6 +39,7 @@ impl<T> Registry<T> {
     /// # Errors
     /// [`CallError::TooManyObjects`].
     pub(super) fn insert<H: Handle>(&self, object: Arc<T>) -> Result<H, CallError> {
+        let _rank = rank::take(Rank::Objects);
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let place = match slots.free.pop() {
             Some(place) => place,
@@ -61,6 +63,7 @@ impl<T> Registry<T> {
     /// [`CallError::BadHandle`], [`CallError::StaleHandle`].
     pub(super) fn get<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
+        let _rank = rank::take(Rank::Objects);
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         match slots.entries.get(parts.place as usize) {
             Some(Entry { generation, object: Some(object) })
@@ -78,6 +81,7 @@ impl<T> Registry<T> {
     /// As [`Registry::get`].
     pub(super) fn remove<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
+        let _rank = rank::take(Rank::Objects);
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let entry = slots.entries.get_mut(parts.place as usize);
         let object = entry

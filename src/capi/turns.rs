@@ -3,8 +3,11 @@
 //! One of the standard library gives itself to whoever is awake when it is let go: a thread that
 //! calls verb after verb would keep it from one that waits to read, for as long as it does.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use crate::device::rank::{self, Rank};
 
 /// The mutex. What a panic leaves in it is for its owner to know: it is not poisoned.
 #[derive(Debug)]
@@ -24,6 +27,29 @@ struct Queue {
     end: u64,
 }
 
+/// The value, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Turn<'a, T> {
+    value: MutexGuard<'a, T>,
+    _rank: rank::Held,
+}
+
+impl<T> Deref for Turn<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for Turn<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
 impl<T> Turns<T> {
     pub(super) const fn new(value: T) -> Self {
         Self {
@@ -35,7 +61,12 @@ impl<T> Turns<T> {
     }
 
     /// The value, once nobody has it and those who waited before have had it.
-    pub(super) fn lock(&self) -> MutexGuard<'_, T> {
+    pub(super) fn lock(&self) -> Turn<'_, T> {
+        let rank = rank::take(Rank::Cache);
+        Turn { value: self.lock_value(), _rank: rank }
+    }
+
+    fn lock_value(&self) -> MutexGuard<'_, T> {
         if self.waiting.load(Ordering::Relaxed) == 0 {
             match self.value.try_lock() {
                 Ok(value) => return value,
@@ -49,15 +80,19 @@ impl<T> Turns<T> {
     #[cold]
     fn wait(&self) -> MutexGuard<'_, T> {
         let queue = || self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let rank = rank::take(Rank::Queue);
         let mut own = queue();
         let number = own.end;
         own.end += 1;
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let first = self.moved.wait_while(own, |queue| queue.first != number);
         drop(first.unwrap_or_else(PoisonError::into_inner));
+        drop(rank);
         // The first waits for whoever has it, and for nobody else.
         let value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
+        let rank = rank::take(Rank::Queue);
         queue().first += 1;
+        drop(rank);
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         self.moved.notify_all();
         value

@@ -10,12 +10,12 @@ use serde::de::DeserializeOwned;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
 use super::{CliError, print, table, text_of};
-use crate::bench::{self, Measurement, Operation, Options, capi, manager};
+use crate::bench::{self, Measurement, Operation, Options, capi, isolation, manager};
 use crate::config::{CacheMode, Format, KernelChoice};
 
 /// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
-#[command(subcommand_value_name = "decode|append|prefill|manager|capi|cost|on-demand")]
+#[command(subcommand_value_name = "decode|append|prefill|manager|capi|cost|on-demand|salt|scrub")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: What,
@@ -44,6 +44,10 @@ enum What {
     Cost(super::File),
     /// Measure steps over memory that is there beside steps that allocate it: time, page faults
     OnDemand(super::File),
+    /// Measure whether the clock tells another tenant's salted prompt from a miss
+    Salt(ManagerArgs),
+    /// Measure what it costs to zero released bytes (pool.scrub)
+    Scrub(ManagerArgs),
     /// Measure how fast the model of model.file reads and writes, and how much of that is attention
     #[cfg(feature = "model")]
     Model(super::speed::SpeedArgs),
@@ -109,6 +113,8 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         What::Capi(options) => run_capi(args, options.quick),
         What::Cost(file) => super::costs::cost(file, args.json),
         What::OnDemand(file) => super::costs::on_demand(file, args.json),
+        What::Salt(options) => run_salt(args, options.quick),
+        What::Scrub(options) => run_scrub(args, options.quick),
         #[cfg(feature = "model")]
         What::Model(speed) => super::speed::run(speed, args.json),
     }
@@ -162,6 +168,46 @@ fn run_capi(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
             format!("{:.0}", one.rust_ns),
             format!("{:.0}", one.c_ns),
             format!("{:.3}", one.ratio),
+        ]);
+    }
+    print(&text_of(&table))
+}
+
+fn run_salt(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
+    let results = isolation::salt(quick)?;
+    if args.json {
+        return print_json(&results, Some(quick));
+    }
+    let header = ["mode", "case", "ns p10/p50/p90", "a miss", "t", "calls"];
+    let mut table = table(&header, 2..6);
+    let three = |ns: &[f64; 3]| format!("{:.0} / {:.0} / {:.0}", ns[0], ns[1], ns[2]);
+    for one in &results {
+        table.add_row([
+            one.mode.to_owned(),
+            one.case.to_owned(),
+            three(&one.case_ns),
+            three(&one.miss_ns),
+            format!("{:.1}", one.t),
+            one.calls.to_string(),
+        ]);
+    }
+    print(&text_of(&table))
+}
+
+fn run_scrub(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
+    let results = isolation::scrub(quick)?;
+    if args.json {
+        return print_json(&results, Some(quick));
+    }
+    let header = ["mode", "pool.scrub", "us a sequence", "MiB zeroed", "GB/s"];
+    let mut table = table(&header, 2..5);
+    for one in &results {
+        table.add_row([
+            one.mode.to_owned(),
+            one.scrub.to_owned(),
+            format!("{:.0}", one.sequence_us),
+            format!("{:.1}", one.zeroed_bytes / f64::from(1 << 20)),
+            format!("{:.1}", one.zeroed_gbps),
         ]);
     }
     print(&text_of(&table))

@@ -44,7 +44,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::bench::{BenchError, capi::CrossingError, manager::ManagerError};
+use crate::bench::{
+    BenchError, capi::CrossingError, isolation::IsolationError, manager::ManagerError,
+};
 use crate::config::{self, Compute, Format, Source, WorkloadConfig};
 use crate::error::{ConfigError, JobError, OpenError, PlanError};
 use crate::job::{computed, replay_output};
@@ -204,6 +206,9 @@ enum CliError {
     Manager(#[from] ManagerError),
     #[error(transparent)]
     Bench(#[from] BenchError),
+    /// A measurement of isolation.
+    #[error(transparent)]
+    Isolation(#[from] IsolationError),
     #[error(transparent)]
     Crossing(#[from] CrossingError),
     #[cfg(feature = "model")]

@@ -64,6 +64,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("pool", "expected a table [pool]"),
     ("pool.capacity", super::capacity::FORMS),
     ("pool.typical_seq_len", "expected a whole number of tokens from 1 to limits.max_seq_len"),
+    ("pool.scrub", "expected \"off\", \"on-release\" or \"on-reuse\""),
     ("device", "expected a table [device]"),
     ("device.kind", "expected \"cpu\" or \"cuda\""),
     ("device.ordinal", "expected the number of a GPU, from 0, with device.kind = \"cuda\""),

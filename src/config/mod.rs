@@ -313,12 +313,29 @@ pub struct PoolConfig {
     /// the windowed kind.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub typical_seq_len: Option<u32>,
+    /// When the bytes of K, V and scales that nobody holds any more are zeroed.
+    #[serde(default)]
+    pub scrub: Scrub,
 }
 
 impl Default for PoolConfig {
     fn default() -> Self {
-        Self { capacity: Capacity::WorstCase, typical_seq_len: None }
+        Self { capacity: Capacity::WorstCase, typical_seq_len: None, scrub: Scrub::Off }
     }
+}
+
+/// When released bytes are zeroed. What is kept for reuse has not been released: it is when it is
+/// evicted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Scrub {
+    /// Never: they stay until they are overwritten. No verb shows them.
+    #[default]
+    Off,
+    /// By the verb that releases them.
+    OnRelease,
+    /// By the verb that gives them to another sequence.
+    OnReuse,
 }
 
 /// How much the pool holds.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Admission, Arrivals, CacheMode, Format, KernelChoice, ScaleKind, WorkloadKind};
+use super::{Admission, Arrivals, CacheMode, Format, KernelChoice, ScaleKind, Scrub, WorkloadKind};
 
 /// A type whose values have one name each.
 macro_rules! named {
@@ -51,6 +51,7 @@ named!(
     Avx512 = "avx512",
     Avx512Bf16 = "avx512-bf16",
 );
+named!(Scrub: Off = "off", OnRelease = "on-release", OnReuse = "on-reuse");
 named!(
     WorkloadKind: Generator = "generator",
     AzureCsv = "azure-csv",
@@ -80,6 +81,15 @@ mod tests {
                 })+
             };
         }
-        check!(CacheMode, Format, Admission, ScaleKind, KernelChoice, WorkloadKind, Arrivals);
+        check!(
+            CacheMode,
+            Format,
+            Admission,
+            ScaleKind,
+            KernelChoice,
+            Scrub,
+            WorkloadKind,
+            Arrivals
+        );
     }
 }

@@ -16,10 +16,11 @@ mod null;
 mod open;
 mod plain;
 mod quant;
+pub(crate) mod rank;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
-pub use huge_vec::{huge_vec, prefetch};
+pub use huge_vec::{huge_vec, prefetch, room, table_of};
 pub use null::NullDevice;
 pub use open::{ResolvedBudget, open, resolve_budget};
 pub use quant::{dequantize_row, quantize_row};
@@ -434,7 +435,34 @@ pub trait Device: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Sets `len` bytes from `offset` on to `byte`.
+    /// Zeroes some tokens of a unit: K, V and scales of every layer and head, and no byte more.
+    /// Gives the bytes zeroed.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`].
+    fn zero_tokens(
+        &mut self,
+        layout: &GroupLayout,
+        unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> Result<u64, DeviceError> {
+        let count = u64::from(tokens.end.saturating_sub(tokens.start));
+        let row_bytes = layout.row_bytes() * count;
+        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * count;
+        for layer in 0..layout.num_layers {
+            for kv in [Kv::K, Kv::V] {
+                for head in 0..layout.num_kv_heads {
+                    self.fill(layout.row(unit, layer, kv, head, tokens.start), row_bytes, 0)?;
+                    let scales = layout.scales(unit, layer, kv, head, tokens.start);
+                    self.fill(scales, scale_bytes, 0)?;
+                }
+            }
+        }
+        let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
+        Ok(rows * (row_bytes + scale_bytes))
+    }
+
+    /// Sets `len` bytes from `offset` on to `byte`, behind all copies that were noted down.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].

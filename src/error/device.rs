@@ -5,13 +5,18 @@ use crate::units::{Bytes, grouped};
 /// A device that cannot be opened, or a call of it that failed. Owns no heap memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// The memory could not be allocated.
-    #[error("the device could not allocate {} bytes (system error {code}); lower pool.capacity", grouped(bytes.get()))]
+    /// Host memory could not be allocated: for the pool, or for a table or buffer beside it.
+    #[error(
+        "the system did not give {} bytes of memory (system error {code}), of {} bytes that it has available; lower pool.capacity, limits.max_seqs or limits.max_seq_len",
+        grouped(bytes.get()), grouped(available.get())
+    )]
     OutOfMemory {
         /// How much was wanted.
         bytes: Bytes,
         /// The operating system's error number, 0 when it gave none.
         code: i32,
+        /// What it said to have available just after that; 0 where it does not say.
+        available: Bytes,
     },
     /// The requested kernels need instructions that this CPU does not have.
     #[error("device.kernel = {kernel:?} needs {needs}, which this CPU does not have; use \"auto\"")]

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use super::group::{GroupKind, LayerGroup};
 use super::layout::Addressing;
 use super::{Plan, SCALE_BYTES};
-use crate::config::CacheMode;
+use crate::config::{CacheMode, Scrub};
 use crate::units::{Bytes, counted, grouped};
 
 impl Plan {
@@ -163,6 +163,12 @@ impl Plan {
             sequences(self.seq_slots)
         )?;
         writeln!(out, "prefixes  {}", self.reuse.words())?;
+        let scrub = match self.scrub {
+            Scrub::Off => "off: released bytes stay until they are overwritten",
+            Scrub::OnRelease => "on-release: the verb that releases bytes zeroes them",
+            Scrub::OnReuse => "on-reuse: bytes are zeroed before another sequence has them",
+        };
+        writeln!(out, "scrub     {scrub}")?;
         if self.watermark_blocks > 0 {
             let blocks = counted(self.watermark_blocks.into(), "block");
             writeln!(

@@ -43,7 +43,7 @@ use serde::Serialize;
 
 use crate::config::{
     Admission, CacheMode, Capacity, Config, Geometry, Invalid, MAX_TOKENS_PER_BLOCK,
-    MIN_TOKENS_PER_BLOCK, ScaleKind, StaticScale, verify,
+    MIN_TOKENS_PER_BLOCK, ScaleKind, Scrub, StaticScale, verify,
 };
 use crate::error::PlanError;
 use crate::units::{Bytes, GroupIdx, LayerIdx, counted, grouped};
@@ -113,6 +113,8 @@ pub struct Plan {
     pub event_buffer: u32,
     /// The capacity that was asked for.
     pub capacity: Capacity,
+    /// When released bytes are zeroed.
+    pub scrub: Scrub,
     /// The layer groups, in the order in which they lie in the pool.
     pub groups: Vec<LayerGroup>,
     /// For each layer, its place. `[num_layers]`
@@ -212,6 +214,7 @@ impl Plan {
             rope: Rope::new(config, geometry),
             event_buffer,
             capacity: config.pool.capacity,
+            scrub: config.pool.scrub,
             layers,
             static_scales: static_scales(config, geometry),
             seq_slots: sized.seq_slots,

@@ -22,9 +22,9 @@
 use serde::Serialize;
 
 use super::lru::{ClassLists, DEFAULT_PRIORITY, MAX_PRIORITY};
-use super::record::{Debts, Record, fresh};
+use super::record::{DIRTY, Debts, Record, fresh};
 use crate::device::{huge_vec, prefetch};
-use crate::error::CacheError;
+use crate::error::{CacheError, DeviceError};
 use crate::plan::NO_BLOCK;
 use crate::units::{BlockId, GroupIdx};
 
@@ -112,17 +112,30 @@ pub struct BlockCounts {
 
 impl BlockStore {
     /// All `total` blocks free; block 0 is the first to be taken. Nothing is promised for sharing.
+    ///
+    /// # Panics
+    /// There is no memory for the records.
     #[must_use]
     pub fn new(group: GroupIdx, total: u32, ref_limit: u32) -> Self {
-        Self::with_debts(group, total, ref_limit, Debts::None)
+        match Self::with_debts(group, total, ref_limit, Debts::None) {
+            Ok(store) => store,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     /// As [`BlockStore::new`], with what shared blocks owe.
-    #[must_use]
-    pub fn with_debts(group: GroupIdx, total: u32, ref_limit: u32, debts: Debts) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    pub fn with_debts(
+        group: GroupIdx,
+        total: u32,
+        ref_limit: u32,
+        debts: Debts,
+    ) -> Result<Self, DeviceError> {
+        Ok(Self {
             group,
-            records: huge_vec(total as usize, |id| fresh(id, total, 0)),
+            records: huge_vec(total as usize, |id| fresh(id, total, 0))?,
             ref_limit,
             debts,
             free_head: if total == 0 { NO_BLOCK } else { 0 },
@@ -132,14 +145,16 @@ impl BlockStore {
             peak_cached: 0,
             promised: 0,
             shared_rows: 0,
-        }
+        })
     }
 
     /// All blocks free again, in the order of a new store; every handle is stale.
     pub fn reset(&mut self) {
         let total = self.total();
         for (id, record) in self.records.iter_mut().enumerate() {
+            let dirty = record.state != BlockState::Free || record.prev == DIRTY;
             *record = fresh(id, total, record.generation + 1);
+            record.prev = if dirty { DIRTY } else { NO_BLOCK };
         }
         self.free_head = if total == 0 { NO_BLOCK } else { 0 };
         self.free = total;
@@ -248,13 +263,43 @@ impl BlockStore {
     /// Takes the first free block, with one reference. `None` when no block is free, cached ones
     /// aside (see [`BlockStore::evict`]); nothing has changed then.
     pub fn take(&mut self) -> Option<BlockId> {
+        self.take_dirty().map(|(block, _)| block)
+    }
+
+    /// As [`BlockStore::take`]; says also whether tokens may still be in it, of those who had it
+    /// before.
+    #[inline]
+    pub(crate) fn take_dirty(&mut self) -> Option<(BlockId, bool)> {
         let id = self.free_head;
         let record = self.records.get_mut(id as usize)?;
         self.free_head = record.next;
         self.free -= 1;
         record.state = BlockState::Active;
         record.refs = 1;
-        Some(BlockId(id))
+        let dirty = std::mem::replace(&mut record.prev, NO_BLOCK) == DIRTY;
+        Some((BlockId(id), dirty))
+    }
+
+    /// The free block behind one on the list, or the first, if tokens may still be in it.
+    pub(crate) fn next_dirty(&self, after: Option<BlockId>) -> Option<BlockId> {
+        let next = match after {
+            Some(block) => self.records.get(block.index())?.next,
+            None => self.free_head,
+        };
+        Some(BlockId(next)).filter(|block| self.is_dirty(*block))
+    }
+
+    /// Whether a block is free and tokens may still be in it.
+    pub(crate) fn is_dirty(&self, block: BlockId) -> bool {
+        let record = self.records.get(block.index());
+        record.is_some_and(|record| record.state == BlockState::Free && record.prev == DIRTY)
+    }
+
+    /// Notes that a free block was zeroed.
+    pub(crate) fn set_clean(&mut self, block: BlockId) {
+        if self.is_dirty(block) {
+            self.records[block.index()].prev = NO_BLOCK;
+        }
     }
 
     /// Adds a reference to an active block.
@@ -502,6 +547,7 @@ impl BlockStore {
         record.class = DEFAULT_PRIORITY;
         record.generation += 1;
         record.next = self.free_head;
+        record.prev = DIRTY;
         self.free_head = block.0;
         self.free += 1;
     }

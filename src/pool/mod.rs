@@ -16,6 +16,7 @@ pub use stats::{GroupStats, Stats};
 
 use crate::config::Admission;
 use crate::device::Device;
+use crate::error::DeviceError;
 use crate::plan::{BLOCK_LISTS_BYTES, GroupKind, Plan};
 use crate::units::{Bytes, GroupIdx};
 
@@ -31,9 +32,11 @@ pub struct Pool {
 
 impl Pool {
     /// All blocks of the plan, free, in the memory of a device opened with the same plan.
-    #[must_use]
-    pub fn new(plan: &Plan, device: Box<dyn Device>) -> Self {
-        let stores = (0..)
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], for the tables.
+    pub fn new(plan: &Plan, device: Box<dyn Device>) -> Result<Self, DeviceError> {
+        let stores: Result<_, _> = (0..)
             .zip(&plan.groups)
             .map(|(g, group)| {
                 // A sequence and a pin hold a block at most once each.
@@ -45,10 +48,10 @@ impl Pool {
                 };
                 let units = group.layout.units;
                 let store = || BlockStore::with_debts(GroupIdx(g), units, refs, debts);
-                (group.kind == GroupKind::Paged).then(store)
+                (group.kind == GroupKind::Paged).then(store).transpose()
             })
             .collect();
-        Self { device, stores }
+        Ok(Self { device, stores: stores? })
     }
 
     /// The blocks of a group; `None` for a contiguous one.

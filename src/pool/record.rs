@@ -31,7 +31,7 @@ pub(super) struct Record {
     pub(super) refs: u32,
     /// Free list: the next free block. Cached list: the next younger one.
     pub(super) next: u32,
-    /// Cached list: the next older one.
+    /// Cached list: the next older one. Free list: [`DIRTY`] where tokens may still be in it.
     pub(super) prev: u32,
     /// Of the references, rows in which it is the last block and not full.
     pub(super) tails: u32,
@@ -43,6 +43,9 @@ pub(super) struct Record {
     /// The list that it is on, or will be on, when it is cached.
     pub(super) class: u8,
 }
+
+/// Stands in [`Record::prev`] of a free block that was given back and not zeroed since.
+pub(super) const DIRTY: u32 = NO_BLOCK - 1;
 
 const _: () = assert!(size_of::<Record>() as u64 == BLOCK_RECORD_BYTES);
 

@@ -44,6 +44,11 @@ pub struct Stats {
     pub saturated: u64,
     /// Bytes copied within the pool.
     pub copied_bytes: Bytes,
+    /// Bytes zeroed because `pool.scrub` asks for it.
+    pub scrubbed_bytes: Bytes,
+    /// Times that the device refused to zero something. A free block is zeroed again when it is
+    /// taken; tokens behind a sequence's end stay.
+    pub scrub_failures: u64,
     /// Sequences that looked for a prefix: all that were begun, forks left out.
     pub prefix_queries: u64,
     /// Tokens of their prompts.

@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 use super::driver::{counter, fail};
 use super::emulator;
 use crate::common::Spec;
+use crate::faults;
 use kvpool::cache::Cache;
 use kvpool::config::{Format, ScaleKind};
 
@@ -177,4 +178,45 @@ fn edge_61_an_open_that_fails_leaves_nothing_behind() {
     }
     assert_eq!(failed, 30);
     drop(open().expect("opens again"));
+}
+
+/// Every call of the driver that a working cache makes fails once, in turn: the verb says so, and
+/// the same verb again goes on as if nothing had been.
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn edge_61_every_call_of_the_driver_may_fail_once() {
+    const CALLS: [&str; 8] = [
+        "cuCtxPushCurrent_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemsetD8Async",
+        "cuLaunchKernel",
+        "cuEventQuery",
+        "cuEventRecord",
+        "cuStreamSynchronize",
+    ];
+    for spec in faults::specs() {
+        let good = faults::script(&mut spec.open());
+        assert!(good.failures.is_empty());
+        for call in CALLS {
+            let mut nth = 1;
+            loop {
+                let mut cache = spec.open();
+                // CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+                fail(Some(&format!("{call}:{nth}:701")));
+                let run = faults::script(&mut cache);
+                fail(None);
+                let said = run.failures.len() as u64 + cache.stats().scrub_failures;
+                assert!(run.bits == good.bits, "{spec:?}: after {call} {nth} failed");
+                if said == 0 {
+                    // There was no such call any more.
+                    break;
+                }
+                // Not all of them: there are thousands, most of them alike.
+                nth += 1 + nth / 2;
+            }
+            let least = if call == "cuEventQuery" { 1 } else { 5 };
+            assert!(nth > least, "{call}: the script makes more than {nth} of them");
+        }
+    }
 }

@@ -4,6 +4,7 @@
 //! and the suite of the CPU run in processes of their own, which are started here. Each runs with
 //! another seed of the emulator: it delays work, and shuffles threads, otherwise.
 
+mod broken;
 mod driver;
 mod edges;
 mod emulator;
@@ -80,7 +81,15 @@ fn run_suite(suite: &[&str]) {
 /// The tests that are written for the CPU, on the CUDA device.
 #[test]
 fn the_suite_of_the_cpu_runs_on_the_emulated_device() {
-    run_suite(&["one_answer::", "int8::", "edge_blocks::", "edge_admission::", "stateful::"]);
+    run_suite(&[
+        "one_answer::",
+        "int8::",
+        "accuracy::",
+        "faults::edge_43",
+        "edge_blocks::",
+        "edge_admission::",
+        "stateful::",
+    ]);
 }
 
 #[test]
@@ -110,6 +119,11 @@ fn the_tests_of_the_device_run_on_the_emulated_device() {
     for seed in ["0", "7"] {
         again(&arguments, &[("KVPOOL_EMU_SEED", seed)]);
     }
+}
+
+#[test]
+fn a_context_that_broke_is_told_until_the_cache_is_closed() {
+    again(&["cuda::broken::", "--ignored"], &[]);
 }
 
 #[test]

@@ -74,11 +74,13 @@ pub(crate) struct Checks {
     pub(crate) poison: bool,
     /// Whether verbs that forget (epochs, clearing, resets) are called.
     pub(crate) forget: bool,
+    /// Whether nothing must be left of what nobody holds, after every operation.
+    pub(crate) residue: bool,
 }
 
 impl Default for Checks {
     fn default() -> Self {
-        Self { contents: true, stored: None, poison: true, forget: true }
+        Self { contents: true, stored: None, poison: true, forget: true, residue: false }
     }
 }
 
@@ -173,6 +175,10 @@ impl Driver {
             Err(_) => self.counts.refused += 1,
         }
         self.check_some();
+        if self.checks.residue && !self.cache.has_open_step() {
+            let residue = self.cache.find_residue();
+            assert_eq!(residue, Ok(None), "group, unit, token; {:?}", self.spec);
+        }
         let words = [self.trail, touched.is_ok().into(), self.cache.state_digest()];
         self.trail = mix(&words);
     }

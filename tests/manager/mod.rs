@@ -32,5 +32,6 @@ mod rig;
 mod saved;
 mod saved_files;
 mod saved_random;
+mod scrub;
 
 mod text;

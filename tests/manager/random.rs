@@ -144,7 +144,7 @@ fn edge_40_contents_are_true_at_once_in_every_plan() {
 }
 
 /// One vector quantised with a scale of its own, and back.
-fn through_int8(row: &[f32]) -> Vec<f32> {
+pub(super) fn through_int8(row: &[f32]) -> Vec<f32> {
     let (mut q, mut scale) = (vec![0; row.len()], [E8M8(0)]);
     quantize_row(row, &mut q, &mut scale, ScaleKind::PerTokenHead, 0.0);
     let mut out = vec![0.0; row.len()];

@@ -38,6 +38,11 @@ enum class Admission : int32_t {
     max_utilization = KVPOOL_MAX_UTILIZATION,
     static_batch = KVPOOL_STATIC_BATCH
 };
+enum class Scrub : int32_t {
+    off = KVPOOL_SCRUB_OFF,
+    on_release = KVPOOL_SCRUB_ON_RELEASE,
+    on_reuse = KVPOOL_SCRUB_ON_REUSE
+};
 enum class GroupKind : int32_t { contiguous = KVPOOL_CONTIGUOUS, paged = KVPOOL_PAGED };
 enum class Addressing : int32_t { blocks = KVPOOL_BLOCKS, slot = KVPOOL_SLOT, ring = KVPOOL_RING };
 enum class Reuse : int32_t {
@@ -106,6 +111,7 @@ struct PlanInfo : kvpool_plan_info_t {
     Admission admission() const noexcept { return static_cast<Admission>(kvpool_plan_info_t::admission); }
     bool prefix_reuse() const noexcept { return kvpool_plan_info_t::prefix_reuse != 0; }
     bool rope() const noexcept { return kvpool_plan_info_t::rope != 0; }
+    Scrub scrub() const noexcept { return static_cast<Scrub>(kvpool_plan_info_t::scrub); }
 };
 
 struct GroupInfo : kvpool_group_info_t {

@@ -62,7 +62,7 @@ void errors() {
 }
 
 kvpool::Cache open() {
-    auto config = kvpool::Config::parse(CHECK_CONFIG, "check.toml", {"limits.max_seqs=3"}).value();
+    auto config = kvpool::Config::parse(CHECK_CONFIG, "check.toml", {"limits.max_seqs=3", "pool.scrub=on-reuse"}).value();
     CHECK(config.text()->find("max_seqs = 3") != std::string::npos);
     CHECK(config.text(kvpool::TextForm::json)->front() == '{');
     auto plan = kvpool::Plan::create(config).value();
@@ -70,6 +70,7 @@ kvpool::Cache open() {
     const kvpool::PlanInfo info = plan.info().value();
     CHECK(info.mode() == kvpool::Mode::hybrid && info.format() == kvpool::Format::f32 && info.max_seqs == 3);
     CHECK(info.scale() == kvpool::Scale::none && info.admission() == kvpool::Admission::guaranteed);
+    CHECK(info.scrub() == kvpool::Scrub::on_reuse);
     CHECK(info.prefix_reuse() && !info.rope() && plan.layer(1)->k == nullptr);
     const uint32_t paged = plan.layer(1)->group;
     CHECK(plan.group(paged)->kind() == kvpool::GroupKind::paged && plan.blocks_for(paged, 17).value() == 3);

@@ -25,6 +25,7 @@ mod prober;
 mod seqlock;
 mod shared;
 mod table;
+pub(in crate::cache) mod work;
 
 pub(super) use namespaces::NameWords;
 pub use namespaces::{KeyPart, Namespace};
@@ -39,6 +40,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use namespaces::NamespaceRefs;
 use shared::{PUBLISHED, Shared, halves, word};
 
+use crate::device::table_of;
+use crate::error::DeviceError;
 use crate::plan::{GroupReuse, NO_BLOCK, Plan};
 
 /// The index, and what only its writer needs.
@@ -60,8 +63,9 @@ pub(super) struct PrefixIndex {
 
 impl PrefixIndex {
     /// The index of a plan; `None` where the plan has no lead group.
-    pub(super) fn new(plan: &Plan, constant_hash: bool) -> Option<Self> {
-        let lead = plan.reuse.lead?.index();
+    pub(super) fn new(plan: &Plan, constant_hash: bool) -> Result<Option<Self>, DeviceError> {
+        let Some(lead) = plan.reuse.lead else { return Ok(None) };
+        let lead = lead.index();
         let kinds = plan.reuse.groups.iter().enumerate();
         let windowed: Vec<usize> =
             kinds.filter(|(_, kind)| **kind == GroupReuse::Attached).map(|(g, _)| g).collect();
@@ -69,17 +73,17 @@ impl PrefixIndex {
         let namespaces = plan.max_namespaces();
         let hash_mask = if constant_hash { 0 } else { u64::MAX };
         let shared =
-            Shared::new(blocks, plan.tokens_per_block, namespaces, windowed.len(), hash_mask);
+            Shared::new(blocks, plan.tokens_per_block, namespaces, windowed.len(), hash_mask)?;
         let lead_of = windowed.iter().map(|g| plan.groups[*g].layout.units as usize);
-        Some(Self {
+        Ok(Some(Self {
             shared: Arc::new(shared),
-            names: NamespaceRefs::new(namespaces),
+            names: NamespaceRefs::new(namespaces)?,
             lead,
-            lead_of: lead_of.map(|units| vec![NO_BLOCK; units]).collect(),
+            lead_of: lead_of.map(|units| table_of(units, NO_BLOCK)).collect::<Result<_, _>>()?,
             windows: windowed.iter().map(|g| Window::of(plan, *g)).collect(),
             windowed,
             published: 0,
-        })
+        }))
     }
 
     /// The lead group.

@@ -7,8 +7,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::table::ProbeTable;
-use crate::device::huge_vec;
-use crate::error::CacheError;
+use crate::device::{huge_vec, room, table_of};
+use crate::error::{CacheError, DeviceError};
 use crate::plan::{NAMESPACE_BYTES, NO_BLOCK};
 
 /// A salt, an adapter's or a model's id: up to 47 bytes, or a number. A number is different from
@@ -164,13 +164,13 @@ pub(super) struct NamespaceRefs {
 const _: () = assert!(WORDS as u64 * 8 + 3 * 4 == NAMESPACE_BYTES);
 
 impl Namespaces {
-    pub(super) fn new(capacity: u32) -> Self {
+    pub(super) fn new(capacity: u32) -> Result<Self, DeviceError> {
         let len = capacity as usize;
-        Self {
-            keys: huge_vec(len * WORDS, |_| AtomicU64::new(0)),
-            roots: huge_vec(len, |_| AtomicU32::new(NO_BLOCK)),
-            table: ProbeTable::new(u64::from(capacity)),
-        }
+        Ok(Self {
+            keys: huge_vec(len * WORDS, |_| AtomicU64::new(0))?,
+            roots: huge_vec(len, |_| AtomicU32::new(NO_BLOCK))?,
+            table: ProbeTable::new(u64::from(capacity))?,
+        })
     }
 
     fn same(&self, at: u32, key: &[u64; WORDS]) -> bool {
@@ -209,8 +209,10 @@ impl Namespaces {
 }
 
 impl NamespaceRefs {
-    pub(super) fn new(capacity: u32) -> Self {
-        Self { refs: vec![0; capacity as usize], free: (0..capacity).rev().collect() }
+    pub(super) fn new(capacity: u32) -> Result<Self, DeviceError> {
+        let mut free = room(capacity as usize)?;
+        free.extend((0..capacity).rev());
+        Ok(Self { refs: table_of(capacity as usize, 0)?, free })
     }
 
     /// The id of a namespace, with one reference more; `None` when there is no room for another.
@@ -316,7 +318,8 @@ mod tests {
 
     #[test]
     fn ids_live_as_long_as_they_are_named() {
-        let (names, mut refs) = (Namespaces::new(2), NamespaceRefs::new(2));
+        let (names, mut refs) =
+            (Namespaces::new(2).expect("memory"), NamespaceRefs::new(2).expect("memory"));
         let key = |n| Namespace::default().key(n, true);
         let (a, b) = (refs.take(&names, &key(1)), refs.take(&names, &key(2)));
         assert_eq!((a, b, refs.take(&names, &key(3))), (Some(1), Some(2), None));

@@ -11,7 +11,9 @@ use super::hash;
 use super::namespaces::{Namespace, Namespaces};
 use super::seqlock::SeqLock;
 use super::table::ProbeTable;
+use super::work;
 use crate::device::{huge_vec, prefetch};
+use crate::error::DeviceError;
 use crate::plan::{NO_BLOCK, NODE_BYTES};
 
 /// Blocks whose hashes are computed, and whose places are asked for, before the first is compared.
@@ -133,11 +135,12 @@ impl Shared {
         namespaces: u32,
         windowed: usize,
         hash_mask: u64,
-    ) -> Self {
+    ) -> Result<Self, DeviceError> {
         let len = blocks as usize;
         let lines = (len * tokens_per_block as usize).div_ceil(LINE_TOKENS);
         let none = || u64::from(NO_BLOCK);
-        Self {
+        let attached = (0..windowed).map(|_| huge_vec(len, |_| AtomicU32::new(NO_BLOCK)));
+        Ok(Self {
             version: SeqLock::new(),
             tokens_per_block,
             nodes: huge_vec(len, |_| Node {
@@ -145,14 +148,14 @@ impl Shared {
                 down: AtomicU64::new(word(NO_BLOCK, NO_BLOCK)),
                 hash: AtomicU64::new(0),
                 back: AtomicU64::new(none()),
-            }),
-            lines: huge_vec(lines, |_| Line(std::array::from_fn(|_| AtomicU64::new(0)))),
-            table: ProbeTable::new(u64::from(blocks)),
-            names: Namespaces::new(namespaces),
+            })?,
+            lines: huge_vec(lines, |_| Line(std::array::from_fn(|_| AtomicU64::new(0))))?,
+            table: ProbeTable::new(u64::from(blocks))?,
+            names: Namespaces::new(namespaces)?,
             epoch: AtomicU64::new(0),
             hash_mask,
-            attached: (0..windowed).map(|_| huge_vec(len, |_| AtomicU32::new(NO_BLOCK))).collect(),
-        }
+            attached: attached.collect::<Result<_, _>>()?,
+        })
     }
 
     /// Tokens of a block.
@@ -198,6 +201,7 @@ impl Shared {
     /// Whether a block has exactly these tokens. `[tokens_per_block]`
     #[inline]
     fn same_tokens(&self, block: u32, tokens: &[u32]) -> bool {
+        work::compared(tokens.len());
         let per_block = self.tokens_per_block as usize / 2;
         if per_block >= 8 {
             // Whole lines: eight words at a time, all differences gathered before the one branch.
@@ -223,6 +227,7 @@ impl Shared {
             [first, second]
         });
         let same = stored.zip(tokens).take_while(|(a, b)| a == *b).count();
+        work::compared(same + 1);
         // At most `tokens_per_block`.
         u32::try_from(same).unwrap_or(0)
     }
@@ -239,6 +244,7 @@ impl Shared {
         let up = word(parent, ns);
         self.table.with_tag(hash::tag(hash)).find(|block| {
             let Some(node) = self.nodes.get(*block as usize) else { return false };
+            work::node();
             node.up.load(Relaxed) == up && self.same_tokens(*block, tokens)
         })
     }

@@ -8,6 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::device::{huge_vec, prefetch};
+use crate::error::DeviceError;
 use crate::plan::probe_places;
 
 /// The table. An entry is `tag << 32 | value + 1`, or 0 for none.
@@ -20,12 +21,12 @@ pub(in crate::cache) struct ProbeTable {
 
 impl ProbeTable {
     /// A table for up to `values` values.
-    pub(in crate::cache) fn new(values: u64) -> Self {
+    pub(in crate::cache) fn new(values: u64) -> Result<Self, DeviceError> {
         let places = probe_places(values);
-        Self {
-            entries: huge_vec(usize::try_from(places).unwrap_or(0), |_| AtomicU64::new(0)),
+        Ok(Self {
+            entries: huge_vec(usize::try_from(places).unwrap_or(0), |_| AtomicU64::new(0))?,
             shift: 32 - places.trailing_zeros(),
-        }
+        })
     }
 
     #[inline]
@@ -149,7 +150,7 @@ mod tests {
     #[test]
     fn follows_a_model_through_removals() {
         for spread in [0, 3, u32::MAX] {
-            let table = ProbeTable::new(40);
+            let table = ProbeTable::new(40).expect("memory");
             let mut model: Vec<(u32, u32)> = Vec::new();
             let mut state = 1_u64;
             for _ in 0..20_000 {

@@ -143,10 +143,12 @@ impl Cache {
         let staged = self.stage_all(&mut loader, &mut table, &mut stage, &mut slots);
         if let Err(error) = staged {
             self.unstage(&mut stage);
+            self.scrub_freed();
             return Err(error);
         }
         self.commit_stage(&mut stage);
         self.commit_slots(&slots);
+        self.scrub_freed();
         let covered: u64 = table.entries.iter().map(|entry| u64::from(entry.covered)).sum();
         Ok(Restored {
             file_tokens: table.tokens,

@@ -147,7 +147,7 @@ impl Cache {
                 if !self.is_whole(loader, table, wanted, lead)? {
                     return Ok(None);
                 }
-                let taken = self.pool.store_mut(lead).and_then(|store| store.take());
+                let taken = self.take_free(lead);
                 let Some(block) = taken else { return Ok(None) };
                 let of = table.entries[wanted.entry];
                 let head = loader.block(&of, table.header.block_tokens)?.head;
@@ -188,7 +188,7 @@ impl Cache {
             {
                 continue;
             }
-            let taken = self.pool.store_mut(group).and_then(|store| store.take());
+            let taken = self.take_free(group);
             let Some(block) = taken else { continue };
             if let Some(Reuse { index: Some(index), .. }) = &mut self.reuse {
                 index.attach(windowed, lead_block, block.0);

@@ -143,12 +143,15 @@ impl Cache {
         let high_water = self.high_water_of(&head, &holds_from);
         let written = self
             .fill_sequence(&mut loader, &table, &head, (slot, high_water), &holds_from)
-            .and_then(|()| Ok(self.pool.device.submit()?));
+            .and_then(|()| Ok(self.pool.device.submit()?))
+            .and_then(|()| Ok(self.scrub_begun_slot(slot, head.len)?))
+            .and_then(|()| Ok(self.check_scrubbed()?));
         if let Err(error) = written {
             self.abandon_begun(begun.sequence);
             return Err(error);
         }
         self.finish_sequence(&head, slot, high_water);
+        self.scrub_freed();
         Ok(begun)
     }
 
@@ -288,6 +291,7 @@ impl Cache {
         (slot, high_water): (u32, u32),
         holds_from: &[u32],
     ) -> Result<(), SaveError> {
+        self.note_dirty(slot);
         self.seqs.record_mut(slot).written = high_water;
         for (group, from) in holds_from.iter().enumerate() {
             self.seqs.state_mut(slot, group).holds_from = *from;

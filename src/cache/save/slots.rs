@@ -364,10 +364,15 @@ impl Cache {
             let name = &mut reuse.names[slot as usize];
             name.namespace = namespace;
             name.epoch = reuse.epoch;
-            self.seqs.record_mut(slot).written = len;
+            let record = self.seqs.record_mut(slot);
+            record.dirty = record.dirty.max(record.written);
+            record.written = len;
             for group in 0..groups {
                 self.seqs.state_mut(slot, group).holds_from = stage.holds_from[at * groups + group];
             }
+        }
+        for kept in &stage.kept {
+            self.scrub_released_slot(kept.slot);
         }
     }
 }

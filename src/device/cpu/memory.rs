@@ -47,12 +47,11 @@ impl PoolMemory {
         threads: usize,
         progress: &mut dyn FnMut(Bytes, Bytes),
     ) -> Result<Self, DeviceError> {
-        let out_of_memory = |code| DeviceError::OutOfMemory { bytes, code };
-        let len = usize::try_from(bytes.get()).map_err(|_| out_of_memory(0))?;
+        let len = usize::try_from(bytes.get()).map_err(|_| out_of_memory(bytes, 0))?;
         let mut map = MmapOptions::new()
             .len(len)
             .map_anon()
-            .map_err(|error| out_of_memory(error.raw_os_error().unwrap_or(0)))?;
+            .map_err(|error| out_of_memory(bytes, error.raw_os_error().unwrap_or(0)))?;
         let huge_pages = advise_huge_pages(&map);
         let mut done = 0;
         progress(Bytes(0), bytes);
@@ -103,6 +102,12 @@ impl PoolMemory {
         let index = |at: u64| usize::try_from(at).map_err(|_| error);
         Ok(index(offset)?..index(end)?)
     }
+}
+
+/// The error of memory that the system refuses.
+pub(super) fn out_of_memory(bytes: Bytes, code: i32) -> DeviceError {
+    let available = available_memory().unwrap_or(Bytes::ZERO);
+    DeviceError::OutOfMemory { bytes, code, available }
 }
 
 /// Asks for huge pages: fewer faults now, and fewer address translations at every step.

@@ -1,6 +1,8 @@
 //! Rotating K on its way into the pool, by tables of cosines and sines that are made at open.
 
 use super::super::convert::Source;
+use super::super::table_of;
+use super::memory::out_of_memory;
 use crate::error::DeviceError;
 use crate::plan::{Rope, rotated};
 use crate::units::Bytes;
@@ -24,11 +26,8 @@ impl RopeTables {
     pub(super) fn open(rope: &Rope) -> Result<Self, DeviceError> {
         let len = rope.numbers().ok().and_then(|len| usize::try_from(len).ok());
         let bytes = Bytes(len.map_or(u64::MAX, |len| len as u64 * 4));
-        let error = DeviceError::OutOfMemory { bytes, code: 0 };
-        let len = len.ok_or(error)?;
-        let mut numbers = Vec::new();
-        numbers.try_reserve_exact(len).map_err(|_| error)?;
-        numbers.resize(len, 0.0);
+        let len = len.ok_or_else(|| out_of_memory(bytes, 0))?;
+        let mut numbers = table_of(len, 0.0)?;
         rope.fill(&mut numbers);
         Ok(Self { rope: rope.clone(), numbers })
     }

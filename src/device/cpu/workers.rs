@@ -38,6 +38,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+use super::super::room;
 use super::float_mode::FloatMode;
 use crate::error::DeviceError;
 
@@ -244,6 +245,7 @@ impl Workers {
     ///
     /// # Errors
     /// [`DeviceError::Thread`] when one cannot be started; those before it are ended.
+    /// [`DeviceError::OutOfMemory`].
     pub(super) fn start(threads: usize) -> Result<Self, DeviceError> {
         let cores = available_parallelism().map_or(1, std::num::NonZero::get);
         // With more threads than cores, who spins keeps from its core the thread it waits for.
@@ -268,7 +270,7 @@ impl Workers {
         });
         let mut workers = Self {
             shared,
-            handles: Vec::with_capacity(threads.saturating_sub(1)),
+            handles: room(threads.saturating_sub(1))?,
             max_spins,
             process: std::process::id(),
             not_sync: PhantomData,

@@ -1,5 +1,7 @@
 //! The device's working memory, allocated once, as `plan/workspace.rs` sizes it.
 
+use super::super::table_of;
+use super::memory::out_of_memory;
 use crate::error::DeviceError;
 use crate::plan::{CpuWorkspace, LANES};
 use crate::units::{Bytes, Overflow};
@@ -29,9 +31,9 @@ impl Workspace {
     pub(super) fn open(sizes: CpuWorkspace) -> Result<Self, DeviceError> {
         // The tables for the rotation of K are `RopeTables`'.
         let bytes = sizes.bytes().unwrap_or(Bytes(u64::MAX));
-        let error = DeviceError::OutOfMemory { bytes, code: 0 };
+        let error = || out_of_memory(bytes, 0);
         let len = |numbers: Result<u64, Overflow>| {
-            numbers.ok().and_then(|n| usize::try_from(n).ok()).ok_or(error)
+            numbers.ok().and_then(|n| usize::try_from(n).ok()).ok_or_else(error)
         };
         let scratch_len = len(sizes.scratch_len())?;
         let partial_len = len(sizes.partial_len(sizes.q_heads_per_kv_head.into()))?;
@@ -41,15 +43,9 @@ impl Workspace {
         let numbers = partial_len
             .checked_mul(splits)
             .and_then(|partials| partials.checked_add(scratch_len.checked_mul(threads)?))
-            .ok_or(error)?;
-        let mut lines = Vec::new();
-        let num_lines = numbers / LANES as usize;
-        lines.try_reserve_exact(num_lines).map_err(|_| error)?;
-        lines.resize(num_lines, CacheLine([0.0; LANES as usize]));
-        let mut doubles = Vec::new();
-        let num_doubles = threads * sizes.head_dim as usize;
-        doubles.try_reserve_exact(num_doubles).map_err(|_| error)?;
-        doubles.resize(num_doubles, 0.0);
+            .ok_or_else(error)?;
+        let lines = table_of(numbers / LANES as usize, CacheLine([0.0; LANES as usize]))?;
+        let doubles = table_of(threads * sizes.head_dim as usize, 0.0)?;
         Ok(Self { sizes, lines, doubles, scratch_len, partial_len })
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::driver::{Context, Entered, Event, Stream};
+use crate::device::room;
 use crate::error::DeviceError;
 use crate::units::Bytes;
 
@@ -121,7 +122,7 @@ impl Ring {
             memory: Arc::clone(memory),
             first: size(first),
             slot_bytes: size(slot_bytes),
-            events: Vec::with_capacity(slots as usize),
+            events: room(slots as usize)?,
             next: 0,
             waits: 0,
         };

@@ -52,7 +52,7 @@ use tables::Group;
 use super::plain;
 use super::{
     AppendArgs, AppendCounts, AttendArgs, CudaStream, DType, Device, DeviceAppend, DeviceAttend,
-    DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload,
+    DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload, table_of,
 };
 use crate::config::RopeStyle;
 use crate::error::DeviceError;
@@ -128,7 +128,9 @@ impl CudaDevice {
             table_ring,
             pair_ring,
             tensor_ring,
-            groups: groups.map(|(group, tables)| Group::new(&group.layout, *tables)).collect(),
+            groups: groups
+                .map(|(group, tables)| Group::new(&group.layout, *tables))
+                .collect::<Result<_, _>>()?,
             sizes,
             rope: plan.rope.as_ref().map(RopeShape::of),
             q_per_kv: plan.geometry.q_heads_per_kv_head(),
@@ -159,7 +161,7 @@ impl CudaDevice {
     fn upload_rope(&self, cx: &Entered<'_>, plan: &Plan) -> Result<(), DeviceError> {
         let Some(rope) = &plan.rope else { return Ok(()) };
         let len = rope.numbers().ok().and_then(|len| usize::try_from(len).ok());
-        let mut numbers = vec![0.0; len.ok_or(DeviceError::BadLayout)?];
+        let mut numbers = table_of(len.ok_or(DeviceError::BadLayout)?, 0.0)?;
         rope.fill(&mut numbers);
         let to = self.workspace.address() + self.sizes.rope;
         // SAFETY: their place in the workspace; `numbers` is there until the copy is done.
@@ -462,6 +464,8 @@ impl Device for CudaDevice {
         if len == 0 {
             return Ok(());
         }
+        // What was noted down may read from there.
+        self.submit()?;
         let cx = self.context.enter()?;
         // SAFETY: it lies in the pool.
         unsafe { cx.fill(to, byte, len, self.stream) }

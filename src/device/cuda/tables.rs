@@ -11,7 +11,7 @@ use super::driver::{Entered, Stream};
 use super::items::{self, Counts, Shape};
 use super::params;
 use crate::device::plain::{bytes_of, values_of_mut};
-use crate::device::{BatchSeq, DeviceAppend, DeviceAttend};
+use crate::device::{BatchSeq, DeviceAppend, DeviceAttend, room};
 use crate::error::DeviceError;
 use crate::plan::{
     Addressing, CUDA_COUNTS_BYTES, CUDA_PAIRS_AT_ONCE, CudaTables, CudaWorkspace, GroupLayout,
@@ -50,11 +50,12 @@ impl Group {
 }
 
 impl Group {
-    pub(super) fn new(layout: &GroupLayout, tables: CudaTables) -> Self {
+    pub(super) fn new(layout: &GroupLayout, tables: CudaTables) -> Result<Self, DeviceError> {
         let params = params::group(layout);
         let lists = Counts::default();
-        let copies = Vec::with_capacity(CUDA_PAIRS_AT_ONCE as usize);
-        Self { params, tables, slots_of: 0, lists_of: 0, lists, item_rows: 0, prepared: 0, copies }
+        let copies = room(CUDA_PAIRS_AT_ONCE as usize)?;
+        let (slots_of, lists_of, item_rows, prepared) = (0, 0, 0, 0);
+        Ok(Self { params, tables, slots_of, lists_of, lists, item_rows, prepared, copies })
     }
 
     /// Whether a copy cannot go into one launch with those that were noted down: what is in one

@@ -1,0 +1,215 @@
+//! Edge case 61 on the host: every table of `open` is refused its memory, in turn. The status says
+//! how much was wanted and how much there was; nothing stays allocated; the next open works.
+//!
+//! A binary of its own, without the test harness, since the global allocator is what fails.
+//!
+//! What is refused here are the allocations whose size follows from the plan, of 16 KiB and more.
+//! Those of a few bytes beside them (a thread's name, a boxed device) are the standard library's to
+//! make, and it ends the process where there is not even that much.
+
+#![expect(clippy::cast_possible_truncation, reason = "small numbers of a test")]
+#![allow(clippy::cast_possible_wrap, reason = "sizes of a test")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+#![expect(clippy::print_stdout, reason = "a test without a harness reports for itself")]
+
+#[allow(dead_code, reason = "shared with the other integration tests, which use all of it")]
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+
+use common::{MODES, Spec};
+use kvpool::cache::Cache;
+use kvpool::capi::*;
+use kvpool::config::{CacheMode, DeviceConfig};
+use kvpool::error::{DeviceError, OpenError};
+
+/// Allocations from this size on are counted, and may be refused.
+const LARGE: usize = 16 << 10;
+
+/// The large allocation that is refused, counted down from when it is set; 0: none is.
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+/// Its size, once it was.
+static REFUSED_BYTES: AtomicU64 = AtomicU64::new(0);
+/// Bytes allocated and not freed.
+static LIVE: AtomicI64 = AtomicI64::new(0);
+
+struct Failing;
+
+/// Whether it is this allocation's turn.
+fn refuses(bytes: usize) -> bool {
+    if bytes < LARGE || REFUSED.load(SeqCst) == 0 || REFUSED.fetch_sub(1, SeqCst) != 1 {
+        return false;
+    }
+    REFUSED_BYTES.store(bytes as u64, SeqCst);
+    true
+}
+
+// SAFETY: every call goes to `System` with the caller's own arguments, or gives null, as an
+// allocator may; counting touches nothing but atomics.
+unsafe impl GlobalAlloc for Failing {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if refuses(layout.size()) {
+            return null_mut();
+        }
+        LIVE.fetch_add(layout.size() as i64, SeqCst);
+        // SAFETY: the caller keeps `GlobalAlloc::alloc`'s contract, which is `System`'s too.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size() as i64, SeqCst);
+        // SAFETY: `ptr` came from `System` through this allocator with the same layout.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Failing = Failing;
+
+fn main() {
+    edge_61_every_table_of_open_is_refused_in_turn();
+    edge_61_the_same_through_the_c_interface();
+    #[cfg(target_os = "linux")]
+    edge_61_the_pool_and_the_threads_are_refused();
+}
+
+/// Every table of this is large.
+fn spec(mode: CacheMode) -> Spec {
+    Spec {
+        mode,
+        windows: vec![0, 0, 16],
+        max_seqs: 4096,
+        max_seq_len: 64,
+        max_batch_tokens: 4096,
+        max_step_tokens: Some(8),
+        // Where there are no blocks there is nothing to tell of them.
+        event_buffer: if mode == CacheMode::Contiguous { 0 } else { 4096 },
+        threads: 2,
+        head_dim: 16,
+        rope: toml::from_str("theta = 10000.0").ok(),
+        max_rewind_tokens: 0,
+        ..Spec::default()
+    }
+}
+
+/// Calls `open` with the n-th large allocation refused, for every n that it has. Gives how many.
+fn in_turn(mut open: impl FnMut(u64) -> bool) -> u64 {
+    assert!(open(0), "opens when nothing is refused");
+    let before = LIVE.load(SeqCst);
+    for nth in 1.. {
+        REFUSED.store(nth, SeqCst);
+        REFUSED_BYTES.store(0, SeqCst);
+        let opened = open(nth);
+        let reached = REFUSED.swap(0, SeqCst) == 0;
+        assert_eq!(opened, !reached, "allocation {nth}");
+        let left = LIVE.load(SeqCst) - before;
+        // What a thread keeps of its own is there once.
+        assert!(left < 4096, "allocation {nth} left {left} bytes behind");
+        if !reached {
+            return nth - 1;
+        }
+        assert!(open(0), "the next open works");
+    }
+    unreachable!("there are not so many")
+}
+
+fn edge_61_every_table_of_open_is_refused_in_turn() {
+    for mode in MODES {
+        let spec = spec(mode);
+        let config = DeviceConfig { threads: 2, ..DeviceConfig::default() };
+        let count = in_turn(|nth| match Cache::open_on_cpu(spec.plan(), &config, None) {
+            // The check allocates too.
+            Ok(cache) => nth > 0 || cache.check_invariants().is_ok(),
+            Err(OpenError::Device(error @ DeviceError::OutOfMemory { bytes, available, .. })) => {
+                assert_eq!(bytes.get(), REFUSED_BYTES.load(SeqCst), "{error}");
+                assert!(available.get() > 0, "{error}");
+                assert!(error.to_string().contains("lower pool.capacity"), "{error}");
+                false
+            }
+            Err(error) => panic!("{error}"),
+        });
+        assert!(count > 10, "{mode:?}: only {count} large allocations");
+        println!("edge_61_every_table_of_open_is_refused_in_turn ... ok ({mode:?}: {count})");
+    }
+}
+
+fn edge_61_the_same_through_the_c_interface() {
+    let toml = "model = { num_layers = 2, num_q_heads = 2, num_kv_heads = 1, head_dim = 16 }\n\
+        cache = { mode = 'paged', event_buffer = 4096 }\n\
+        limits = { max_seqs = 4096, max_seq_len = 64, max_batch_tokens = 4096, max_step_tokens = 8 }\n\
+        device = { threads = 1 }";
+    // SAFETY: handles are numbers.
+    let (mut config, mut plan): (kvpool_config_t, kvpool_plan_t) = unsafe { std::mem::zeroed() };
+    let (text, name) = (toml.as_ptr().cast(), c"test".as_ptr());
+    // SAFETY: a text and its length, a C string, no overrides, a place.
+    let status = unsafe { kvpool_config_parse(text, toml.len(), name, null(), 0, &raw mut config) };
+    assert_eq!(status, KVPOOL_OK);
+    // SAFETY: a place.
+    assert_eq!(unsafe { kvpool_plan_new(config, &raw mut plan) }, KVPOOL_OK);
+    let count = in_turn(|_| {
+        // SAFETY: a handle is a number.
+        let mut cache: kvpool_cache_t = unsafe { std::mem::zeroed() };
+        // SAFETY: a place.
+        let status = unsafe { kvpool_cache_open(plan, &raw mut cache) };
+        if status == KVPOOL_OK {
+            assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+            return true;
+        }
+        assert_eq!(status, KVPOOL_OUT_OF_MEMORY);
+        // SAFETY: a struct of numbers.
+        let mut error: kvpool_error_t = unsafe { std::mem::zeroed() };
+        // SAFETY: a place and its size.
+        let told = unsafe { kvpool_last_error(&raw mut error, size_of::<kvpool_error_t>()) };
+        assert_eq!(told, KVPOOL_OK);
+        assert_eq!(error.wanted, REFUSED_BYTES.load(SeqCst));
+        assert!(error.available > 0);
+        false
+    });
+    assert!(count > 10, "only {count} large allocations");
+    println!("edge_61_the_same_through_the_c_interface ... ok ({count})");
+}
+
+/// The pool's mapping, and a worker's stack: by a limit on the address space.
+#[cfg(target_os = "linux")]
+fn edge_61_the_pool_and_the_threads_are_refused() {
+    let page = 4096;
+    let now = || {
+        let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+        statm.split(' ').next().and_then(|pages| pages.parse::<u64>().ok()).expect("a number")
+            * page
+    };
+    let limited = |more: u64, threads: u32, max_seqs: u32| {
+        let spec = Spec { max_seqs, max_seq_len: 1024, threads, head_dim: 128, ..Spec::default() };
+        let config = DeviceConfig { threads, ..DeviceConfig::default() };
+        let plan = spec.plan();
+        let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: a place for the limit.
+        assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut old) }, 0);
+        let new = libc::rlimit { rlim_cur: now() + more, ..old };
+        // SAFETY: a limit.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const new) }, 0);
+        let opened = Cache::open_on_cpu(plan, &config, None).map(|_| ());
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const old) }, 0);
+        opened
+    };
+    limited(1 << 30, 2, 8).expect("there is enough");
+    // A pool of 512 MiB where 256 are left.
+    match limited(256 << 20, 1, 256) {
+        Err(OpenError::Device(DeviceError::OutOfMemory { bytes, code, .. })) => {
+            assert_eq!((bytes.get(), code), (512 << 20, libc::ENOMEM));
+        }
+        other => panic!("{other:?}"),
+    }
+    // Stacks of 2 MiB for 63 threads where 48 are left.
+    match limited(48 << 20, 64, 1) {
+        Err(OpenError::Device(DeviceError::Thread { index, code })) => {
+            assert!((1..63).contains(&index) && code == libc::EAGAIN, "{index} {code}");
+        }
+        other => panic!("{other:?}"),
+    }
+    limited(1 << 30, 2, 8).expect("and afterwards, too");
+    println!("edge_61_the_pool_and_the_threads_are_refused ... ok");
+}
