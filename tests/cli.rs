@@ -358,7 +358,7 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
     assert!(
         bad(&["bench", "sideways"], 2)
-            .contains("<decode|append|prefill|manager|capi|cost|on-demand>")
+            .contains("<decode|append|prefill|manager|capi|cost|on-demand|salt|scrub>")
     );
 }
 

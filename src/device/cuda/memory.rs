@@ -158,6 +158,10 @@ impl Ring {
         let result = work(self.bytes(slot));
         // Also after a failure: some copies may be under way. That failure is the one to tell of.
         let recorded = cx.record(&self.events[slot], stream);
+        if recorded.is_err() {
+            // Nothing tells when the buffer's copies are done, but the end of all.
+            cx.wait_for_stream(stream)?;
+        }
         let value = result?;
         recorded?;
         Ok((value, slot))
