@@ -331,6 +331,7 @@ fn turning_keys_allocates_nothing() {
                 head_dim: 32,
                 windows: vec![12, 0, 30],
                 sink_tokens: 2,
+                max_rewind_tokens: 4,
                 threads: 2,
                 capacity: Capacity::Tokens(128),
                 rope: Some(RopeConfig {
@@ -347,7 +348,7 @@ fn turning_keys_allocates_nothing() {
             refused += failed;
         }
     }
-    assert!(verbs > 2_500 && refused > 500, "{verbs} verbs, {refused} refused");
+    assert!(verbs > 2_000 && refused > 500, "{verbs} verbs, {refused} refused");
     println!("turning_keys_allocates_nothing ... ok ({verbs} verbs, {refused} refused)");
 }
 

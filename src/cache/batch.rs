@@ -6,7 +6,7 @@ use super::cow::Replaced;
 use super::csr::CsrBuffers;
 use super::sequence::SeqHandle;
 use super::{Cache, group_idx};
-use crate::device::{AppendCounts, BatchSeq, prefetch, room, table_of};
+use crate::device::{AppendCounts, BatchSeq, all_of, prefetch, room, table_of};
 use crate::error::{CacheError, DeviceError};
 use crate::plan::{BATCH_SEQ_BYTES, GroupKind, Plan, SeqView};
 use crate::units::{BlockId, LayerIdx};
@@ -60,14 +60,14 @@ impl Batch {
             let buffers = (group.kind == GroupKind::Paged).then(|| CsrBuffers::new(seqs, entries));
             buffers.transpose()
         });
-        let csr = csr.collect::<Result<Vec<_>, _>>()?;
+        let csr = all_of(csr)?;
         let token_slots = plan.groups.iter().map(|_| room(tokens));
         // At most one a sequence and paged group.
         let tails = seqs * csr.iter().flatten().count();
         Ok(Self {
             seqs: room(seqs)?,
             positions: room(tokens)?,
-            token_slots: token_slots.collect::<Result<_, _>>()?,
+            token_slots: all_of(token_slots)?,
             seq_lens: room(seqs)?,
             appended: table_of(plan.layers.len(), false)?,
             num_appended: 0,

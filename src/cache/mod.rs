@@ -61,7 +61,7 @@ pub use step::{AttendOptions, Step, StepId};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::config::{Admission, DeviceConfig, DeviceKind};
-use crate::device::{self, CudaStream, Device, DeviceInfo, table_of};
+use crate::device::{self, CudaStream, Device, DeviceInfo, all_of, table_of};
 use crate::error::{CacheError, DeviceError, OpenError, PlanError};
 use crate::plan::{NO_BLOCK, Plan};
 use crate::pool::{MAX_PRIORITY, Pool, Stats};
@@ -181,7 +181,7 @@ impl Cache {
         let tables = plan.groups.iter().map(|group| table(group.max_blocks_per_seq));
         Ok(Self {
             seqs: SeqTable::new(plan.seq_slots, plan.groups.len(), cache_id)?,
-            tables: tables.collect::<Result<_, _>>()?,
+            tables: all_of(tables)?,
             live_tokens: table_of(plan.groups.len(), 0)?,
             batch: Batch::new(&plan)?,
             pool: Pool::new(&plan, device)?,

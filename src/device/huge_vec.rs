@@ -35,6 +35,21 @@ pub fn table_of<T: Clone>(len: usize, element: T) -> Result<Vec<T>, DeviceError>
     Ok(table)
 }
 
+/// The items, in a vector that is exactly as long; the first error, if one fails. (What collects
+/// results does not know how many there will be, and takes too much.)
+///
+/// # Errors
+/// That of an item; [`DeviceError::OutOfMemory`].
+pub fn all_of<T>(
+    items: impl ExactSizeIterator<Item = Result<T, DeviceError>>,
+) -> Result<Vec<T>, DeviceError> {
+    let mut all = room(items.len())?;
+    for item in items {
+        all.push(item?);
+    }
+    Ok(all)
+}
+
 /// The error of an allocation of so many bytes.
 fn out_of_memory(bytes: usize) -> DeviceError {
     let available = super::cpu::available_memory().unwrap_or(Bytes::ZERO);

@@ -20,7 +20,7 @@ pub(crate) mod rank;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
-pub use huge_vec::{huge_vec, prefetch, room, table_of};
+pub use huge_vec::{all_of, huge_vec, prefetch, room, table_of};
 pub use null::NullDevice;
 pub use open::{ResolvedBudget, open, resolve_budget};
 pub use quant::{dequantize_row, quantize_row};

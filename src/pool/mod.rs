@@ -15,7 +15,7 @@ pub use record::Debts;
 pub use stats::{GroupStats, Stats};
 
 use crate::config::Admission;
-use crate::device::Device;
+use crate::device::{Device, all_of};
 use crate::error::DeviceError;
 use crate::plan::{BLOCK_LISTS_BYTES, GroupKind, Plan};
 use crate::units::{Bytes, GroupIdx};
@@ -36,22 +36,26 @@ impl Pool {
     /// # Errors
     /// [`DeviceError::OutOfMemory`], for the tables.
     pub fn new(plan: &Plan, device: Box<dyn Device>) -> Result<Self, DeviceError> {
-        let stores: Result<_, _> = (0..)
-            .zip(&plan.groups)
-            .map(|(g, group)| {
-                // A sequence and a pin hold a block at most once each.
-                let refs = plan.seq_slots + plan.max_pins();
-                let debts = match (plan.admission, group.window) {
-                    (Admission::MaxUtilization, _) => Debts::None,
-                    (_, None) => Debts::Tails,
-                    (_, Some(_)) => Debts::Window,
-                };
-                let units = group.layout.units;
-                let store = || BlockStore::with_debts(GroupIdx(g), units, refs, debts);
-                (group.kind == GroupKind::Paged).then(store).transpose()
-            })
-            .collect();
-        Ok(Self { device, stores: stores? })
+        let stores = all_of(plan.groups.iter().enumerate().map(|(g, group)| {
+            // A sequence and a pin hold a block at most once each.
+            let refs = plan.seq_slots + plan.max_pins();
+            let debts = match (plan.admission, group.window) {
+                (Admission::MaxUtilization, _) => Debts::None,
+                (_, None) => Debts::Tails,
+                (_, Some(_)) => Debts::Window,
+            };
+            let units = group.layout.units;
+            let store = || {
+                BlockStore::with_debts(
+                    GroupIdx(u32::try_from(g).unwrap_or(u32::MAX)),
+                    units,
+                    refs,
+                    debts,
+                )
+            };
+            (group.kind == GroupKind::Paged).then(store).transpose()
+        }))?;
+        Ok(Self { device, stores })
     }
 
     /// The blocks of a group; `None` for a contiguous one.

@@ -40,7 +40,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use namespaces::NamespaceRefs;
 use shared::{PUBLISHED, Shared, halves, word};
 
-use crate::device::table_of;
+use crate::device::{all_of, table_of};
 use crate::error::DeviceError;
 use crate::plan::{GroupReuse, NO_BLOCK, Plan};
 
@@ -79,7 +79,7 @@ impl PrefixIndex {
             shared: Arc::new(shared),
             names: NamespaceRefs::new(namespaces)?,
             lead,
-            lead_of: lead_of.map(|units| table_of(units, NO_BLOCK)).collect::<Result<_, _>>()?,
+            lead_of: all_of(lead_of.map(|units| table_of(units, NO_BLOCK)))?,
             windows: windowed.iter().map(|g| Window::of(plan, *g)).collect(),
             windowed,
             published: 0,

@@ -12,7 +12,7 @@ use super::namespaces::{Namespace, Namespaces};
 use super::seqlock::SeqLock;
 use super::table::ProbeTable;
 use super::work;
-use crate::device::{huge_vec, prefetch};
+use crate::device::{all_of, huge_vec, prefetch};
 use crate::error::DeviceError;
 use crate::plan::{NO_BLOCK, NODE_BYTES};
 
@@ -154,7 +154,7 @@ impl Shared {
             names: Namespaces::new(namespaces)?,
             epoch: AtomicU64::new(0),
             hash_mask,
-            attached: attached.collect::<Result<_, _>>()?,
+            attached: all_of(attached)?,
         })
     }
 
