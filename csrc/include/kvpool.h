@@ -903,8 +903,9 @@ kvpool_status_t kvpool_cache_save_prefixes(kvpool_cache_t cache, const char *pat
 kvpool_status_t kvpool_cache_restore_prefixes(kvpool_cache_t cache, const char *path,
                                               const kvpool_restore_options_t *options, kvpool_restored_t *out,
                                               size_t out_size) KVPOOL_NOEXCEPT;
-/* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; it
- * is admitted as by kvpool_cache_begin. */
+/* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; what
+ * its prompt has behind them is expected of the next steps, as before. It is admitted as by
+ * kvpool_cache_begin. */
 kvpool_status_t kvpool_cache_save_sequence(kvpool_cache_t cache, kvpool_seq_t sequence, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
                                            size_t out_size) KVPOOL_NOEXCEPT;
@@ -916,11 +917,10 @@ kvpool_status_t kvpool_cache_restore_sequence(kvpool_cache_t cache, const char *
 
 typedef int32_t kvpool_event_kind_t;
 enum {
-    KVPOOL_STORED = 0, /* `block` is shareable: `parent`, `tokens`, `name_space` */
-    KVPOOL_ATTACHED =
-        1, /* `block`, of a windowed group, holds the same tokens as `parent`, of the lead group */
-    KVPOOL_REMOVED = 2, /* `block` is not shareable any more */
-    KVPOOL_CLEARED = 3  /* no block is */
+    KVPOOL_STORED = 0,   /* `block` is shareable: `parent`, `tokens`, `name_space` */
+    KVPOOL_ATTACHED = 1, /* `block`, of a windowed group, holds the tokens of `parent`, of the lead group */
+    KVPOOL_REMOVED = 2,  /* `block` is not shareable any more */
+    KVPOOL_CLEARED = 3   /* no block is */
 };
 
 typedef struct kvpool_event {
@@ -939,8 +939,8 @@ typedef struct kvpool_event {
 typedef void (*kvpool_event_fn)(void *context, const kvpool_event_t *event);
 
 /* Hands over the events since the last call, oldest first; `delivered` and `lost` (overwritten before they
- * were polled: see resync) may be NULL. There are none without cache.event_buffer. `each` must not call verbs or
- * readers, of this cache or another (KVPOOL_BUSY). */
+ * were polled: see resync) may be NULL. There are none without cache.event_buffer. `each` must not call verbs
+ * or readers, of this cache or another (KVPOOL_BUSY). */
 kvpool_status_t kvpool_cache_poll_events(kvpool_cache_t cache, kvpool_event_fn each, void *context,
                                          uint64_t *delivered, uint64_t *lost) KVPOOL_NOEXCEPT;
 /* Hands over the whole index as events, for a reader that begins late or has lost some: first
