@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::check::Checker;
 use super::formula::Formula;
-use super::output::{prepare, replace};
+use super::output::{prepare, read_results, replace};
 use super::replay::{WorkloadSummary, fingerprint, summarize};
 use super::report::{Comparison, FailedRun, Report, Run};
 use super::{Job, Observer, output, workload};
@@ -190,14 +190,7 @@ pub fn is_in(folder: &Path) -> bool {
 /// # Errors
 /// [`JobError::Results`] for a file that is no result of such a job.
 pub fn read(folder: &Path) -> Result<Option<Computed>, JobError> {
-    let path = folder.join("results.json");
-    let refused = |problem: String| JobError::Results { path: path.clone(), problem };
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(refused(error.to_string())),
-    };
-    serde_json::from_str(&text).map(Some).map_err(|error| refused(error.to_string()))
+    read_results(folder)
 }
 
 /// Puts the shards of a job together.

@@ -1,9 +1,10 @@
 //! Results as files: `results.json` and `results.csv`.
 
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::report::{Report, Run};
@@ -119,7 +120,7 @@ pub fn write(report: &Report, folder: &Path) -> Result<(), JobError> {
     replace(&folder.join("results.csv"), &csv(report))
 }
 
-fn refused(path: &Path, error: &std::io::Error) -> JobError {
+fn refused(path: &Path, error: &io::Error) -> JobError {
     JobError::Write { path: path.to_owned(), problem: error.to_string() }
 }
 
@@ -147,6 +148,21 @@ impl Run {
             Self::Failed(run) => &run.variant,
         }
     }
+}
+
+/// Reads `results.json` of a folder; `None` where there is none.
+///
+/// # Errors
+/// [`JobError::Results`] for a file that is no result of this kind.
+pub(super) fn read_results<T: DeserializeOwned>(folder: &Path) -> Result<Option<T>, JobError> {
+    let path = folder.join("results.json");
+    let refused = |problem: String| JobError::Results { path: path.clone(), problem };
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(refused(error.to_string())),
+    };
+    serde_json::from_str(&text).map(Some).map_err(|error| refused(error.to_string()))
 }
 
 #[cfg(test)]

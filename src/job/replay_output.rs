@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::output::{cell, prepare, replace};
+use super::output::{cell, prepare, read_results, replace};
 use super::replay::{Replay, Replayed};
 use crate::error::JobError;
 
@@ -151,14 +151,7 @@ pub fn write(report: &Replay, folder: &Path) -> Result<(), JobError> {
 /// # Errors
 /// [`JobError::Results`] for a file that is no result of a replay.
 pub fn read(folder: &Path) -> Result<Option<Replay>, JobError> {
-    let path = folder.join("results.json");
-    let refused = |problem: String| JobError::Results { path: path.clone(), problem };
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(refused(error.to_string())),
-    };
-    serde_json::from_str(&text).map(Some).map_err(|error| refused(error.to_string()))
+    read_results(folder)
 }
 
 /// Puts the shards of a job together: the result is the one of the whole job.
