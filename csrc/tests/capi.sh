@@ -3,17 +3,17 @@
 # runs in `cargo test` runs here once more, slower and closer.
 #
 #   csrc/tests/capi.sh [FOLDER] [PART...]     FOLDER of the built libraries (default target/release);
-#                                             parts: abi asan valgrind tsan soak load packages readme
-#                                             (default: all)
+#                                             parts: abi asan valgrind tsan soak load packages cinstall
+#                                             readme (default: all)
 #
-# Needs a C and a C++ compiler (CC, CXX) and Python; without valgrind, cmake or pkg-config their part is
+# Needs a C and a C++ compiler (CC, CXX) and Python; without valgrind, cmake, pkg-config or cargo-c their part is
 # skipped, and that is printed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 library=$(realpath "${1:-${CARGO_TARGET_DIR:-target}/release}")
 shift || true
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan soak load packages readme)
+[ ${#parts[@]} -gt 0 ] || parts=(abi asan valgrind tsan soak load packages cinstall readme)
 out=$(mktemp -d)
 service_pid=
 # The service that is running, if any, ends with the script.
@@ -180,6 +180,26 @@ part_packages() {
         $(pkg-config --static --libs-only-l kvpool | sed 's/-lkvpool//') -o "$user/by_pkg_config_static"
     "$user/by_pkg_config_static"
     (! ldd "$user/by_pkg_config_static" | grep libkvpool)
+}
+
+part_cinstall() {
+    step "cargo cinstall: what it installs, used through pkg-config"
+    cargo cinstall --version > /dev/null 2>&1 || { skip "cargo-c is not there"; return; }
+    command -v pkg-config > /dev/null || { skip "pkg-config is not there"; return; }
+    local prefix=$out/by_cargo_c
+    # Its target folder is kept, beside that of the library that the other parts test.
+    CARGO_TARGET_DIR=$(dirname "$library")/cargo-c cargo cinstall --locked --release --quiet \
+        "--prefix=$prefix" "--libdir=$prefix/lib"
+    local flags
+    flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs kvpool)
+    ${CC:-cc} -std=c11 csrc/examples/hello.c $flags "-Wl,-rpath,$prefix/lib" -o "$out/cinstalled_c"
+    ${CXX:-c++} -std=c++17 csrc/examples/hello.cpp $flags "-Wl,-rpath,$prefix/lib" -o "$out/cinstalled_cpp"
+    "$out/cinstalled_c"
+    "$out/cinstalled_cpp"
+    ldd "$out/cinstalled_c" | grep -q "libkvpool.so.0 => $prefix"
+    flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --static --libs-only-l kvpool | sed 's/-lkvpool//')
+    ${CC:-cc} -std=c11 csrc/examples/hello.c "-I$prefix/include" "$prefix/lib/libkvpool.a" $flags -o "$out/cinstalled_static"
+    "$out/cinstalled_static"
 }
 
 part_readme() {

@@ -20,6 +20,8 @@ WANTED = [
     (r"kvpool_append_.*_(f32|f16|bf16)", [r"LDG\.E\.(\S+\.)?128", r"STG\.E\.(\S+\.)?(128|64)"]),
     (r"kvpool_append_.*_i8", [r"LDG\.E\.(\S+\.)?128", r"STG\.E\.(\S+\.)?(64|128)"]),
     (r"kvpool_copy_pairs", [r"LDG\.E\.(\S+\.)?128", r"STG\.E\.(\S+\.)?128"]),
+    (r"kvpool_gather_f32", [r"LDG\.E\.(\S+\.)?128", r"STG\.E\.(\S+\.)?128"]),
+    (r"kvpool_fill", [r"STG\.E\.(\S+\.)?128"]),
 ]
 
 

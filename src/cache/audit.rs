@@ -4,14 +4,10 @@
 //! tests, for debugging and for an engine's own checks.
 
 use super::{Cache, SeqHandle, group_idx};
-use crate::config::{Format, ScaleKind};
-use crate::device::dequantize_row;
+use crate::device::GatherArgs;
 use crate::error::{CacheError, InvariantError};
-use crate::plan::{Addressing, E8M8, GroupKind, Kv, NO_BLOCK, SCALE_BYTES, SeqView};
+use crate::plan::{Addressing, GroupKind, Kv, NO_BLOCK, SeqView};
 use crate::units::{BlockId, GroupIdx, LayerIdx};
-
-/// The largest `head_dim`, in elements: what one row can take on the stack.
-const MAX_HEAD_DIM: usize = 1024;
 
 impl Cache {
     /// Checks that everything the cache knows of itself agrees. Ends in
@@ -211,16 +207,9 @@ impl Cache {
             Kv::K => self.plan.scales_of(layer).k,
             Kv::V => self.plan.scales_of(layer).v,
         };
-        let mut rows = out.chunks_exact_mut(dim);
-        for position in from..to {
-            let (unit, token) = self.view(group, slot).place(position);
-            for head in 0..heads {
-                if let Some(row) = rows.next() {
-                    self.read_row(group, unit, place.index, kv, head, token, static_scale, row)?;
-                }
-            }
-        }
-        Ok(())
+        let (view, layer) = (self.view(group, slot), place.index);
+        let args = &mut GatherArgs { view, layer, kv, static_scale, positions: from..to, out };
+        Ok(self.pool.device.gather(args)?)
     }
 
     /// One sequence seen through a group.
@@ -229,59 +218,6 @@ impl Cache {
         let start = slot as usize * row;
         let table = &self.tables[group][start..start + row];
         SeqView { layout: &self.plan.groups[group].layout, table, slot }
-    }
-
-    /// Reads and widens one stored vector.
-    #[expect(clippy::too_many_arguments, reason = "the five coordinates of a vector")]
-    fn read_row(
-        &self,
-        group: usize,
-        unit: u32,
-        layer: u32,
-        kv: Kv,
-        head: u32,
-        token: u32,
-        static_scale: f32,
-        out: &mut [f32],
-    ) -> Result<(), CacheError> {
-        let layout = &self.plan.groups[group].layout;
-        let mut bytes = [0_u8; MAX_HEAD_DIM * 4];
-        let bytes = &mut bytes[..out.len() * layout.element_bytes as usize];
-        self.pool.device.read(layout.row(unit, layer, kv, head, token), bytes)?;
-        match layout.format.element {
-            Format::F32 => {
-                for (out, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *out = f32::from_le_bytes(*b);
-                }
-            }
-            Format::F16 => {
-                for (out, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = half::f16::from_le_bytes(*b).to_f32();
-                }
-            }
-            Format::Bf16 => {
-                for (out, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = half::bf16::from_le_bytes(*b).to_f32();
-                }
-            }
-            Format::Int8 => {
-                let mut stored = [0_u8; MAX_HEAD_DIM / 32 * 2];
-                let stored = &mut stored[..(layout.scales_per_row * SCALE_BYTES) as usize];
-                self.pool.device.read(layout.scales(unit, layer, kv, head, token), stored)?;
-                let mut scales = [E8M8(0); MAX_HEAD_DIM / 32];
-                for (scale, b) in scales.iter_mut().zip(stored.as_chunks::<2>().0) {
-                    *scale = E8M8(u16::from_le_bytes(*b));
-                }
-                let mut q = [0_i8; MAX_HEAD_DIM];
-                for (q, b) in q.iter_mut().zip(bytes.iter()) {
-                    *q = b.cast_signed();
-                }
-                let kind = layout.format.scale.unwrap_or(ScaleKind::PerTokenHead);
-                let scales = &scales[..layout.scales_per_row as usize];
-                dequantize_row(&q[..out.len()], scales, kind, static_scale, out);
-            }
-        }
-        Ok(())
     }
 
     /// Sets every byte that no live token owns: free blocks and slots, the unused tails of blocks
@@ -321,7 +257,6 @@ impl Cache {
     fn poison_group(&mut self, group: usize, live: &[bool], byte: u8) -> Result<(), CacheError> {
         let layout = &self.plan.groups[group].layout;
         let device = &mut self.pool.device;
-        let per_row_scales = u64::from(layout.scales_per_row * SCALE_BYTES);
         for unit in 0..layout.units {
             let start = unit as usize * layout.unit_tokens as usize;
             let tokens = &live[start..start + layout.unit_tokens as usize];
@@ -329,15 +264,13 @@ impl Cache {
                 device.fill(layout.unit(unit), layout.unit_bytes, byte)?;
                 continue;
             }
-            for (token, _) in (0..).zip(tokens).filter(|(_, live)| !**live) {
-                for row in 0..layout.num_layers * 2 * layout.num_kv_heads {
-                    let (kind, head) = (row / layout.num_kv_heads, row % layout.num_kv_heads);
-                    let kv = if kind % 2 == 0 { Kv::K } else { Kv::V };
-                    let at = layout.row(unit, kind / 2, kv, head, token);
-                    device.fill(at, layout.row_bytes(), byte)?;
-                    let at = layout.scales(unit, kind / 2, kv, head, token);
-                    device.fill(at, per_row_scales, byte)?;
+            let mut at = 0;
+            for run in tokens.chunk_by(|one, next| one == next) {
+                let end = at + u32::try_from(run.len()).unwrap_or(u32::MAX);
+                if !run[0] {
+                    device.fill_tokens(layout, unit, at..end, byte)?;
                 }
+                at = end;
             }
         }
         Ok(())

@@ -43,7 +43,7 @@ impl Cache {
             let bytes = layout.unit_bytes;
             self.pool.device.fill(layout.unit(unit), bytes, 0).map(|()| bytes)
         } else {
-            self.pool.device.zero_tokens(layout, unit, tokens)
+            self.pool.device.fill_tokens(layout, unit, tokens, 0)
         };
         match zeroed {
             Ok(bytes) => self.counters.scrubbed_bytes.0 += bytes,
@@ -115,9 +115,10 @@ impl Cache {
             return;
         }
         let Some(store) = self.pool.store(group) else { return };
+        let references = store.references(BlockId(block));
         let (tails, holds, pins) = store.kinds(BlockId(block));
-        if store.references(BlockId(block)) > tails + holds + pins {
-            // Somebody holds all of it.
+        // Somebody holds all of it; or nobody does: it is free, and zeroed as a whole.
+        if references == 0 || references > tails + holds + pins {
             return;
         }
         let unit_tokens = self.plan.groups[group].layout.unit_tokens;
@@ -126,7 +127,7 @@ impl Cache {
         let holders = (0..self.plan.seq_slots)
             .filter(|slot| self.seqs.record(*slot).alive && self.entry(group, *slot, at) == block);
         let longest = holders.map(|slot| self.seqs.record(slot).len).max();
-        // Nobody: it is free, and zeroed as a whole.
+        // Only pins are left.
         let Some(longest) = longest else { return };
         let tokens = longest.max(start) - start..end.min(start + unit_tokens).saturating_sub(start);
         // Where the device refuses, it is counted, and the tokens stay.

@@ -11,6 +11,7 @@ mod convert;
 mod counting_alloc;
 pub mod cpu;
 pub mod cuda;
+mod gather;
 mod huge_vec;
 mod null;
 mod open;
@@ -20,6 +21,7 @@ pub(crate) mod rank;
 mod tensor;
 
 pub use counting_alloc::{AllocationCounts, CountingAllocator, counts as allocation_counts};
+pub use gather::GatherArgs;
 pub use huge_vec::{all_of, huge_vec, prefetch, room, table_of};
 pub use null::NullDevice;
 pub use open::{ResolvedBudget, open, resolve_budget};
@@ -29,7 +31,7 @@ pub use tensor::{CudaStream, DType, DeviceTensor, TensorMut, TensorRef};
 use std::fmt;
 
 use crate::error::DeviceError;
-use crate::plan::{GroupLayout, Kv, LayerScales, SCALE_BYTES, SeqView};
+use crate::plan::{GroupLayout, LayerScales, SeqView};
 use crate::units::Bytes;
 
 /// What a device says of itself.
@@ -391,23 +393,13 @@ pub trait Device: Send + fmt::Debug {
         dst_unit: u32,
         tokens: std::ops::Range<u32>,
     ) -> Result<u64, DeviceError> {
-        let count = u64::from(tokens.end.saturating_sub(tokens.start));
-        let row_bytes = layout.row_bytes() * count;
-        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * count;
-        for layer in 0..layout.num_layers {
-            for kv in [Kv::K, Kv::V] {
-                for head in 0..layout.num_kv_heads {
-                    let row = |unit| layout.row(unit, layer, kv, head, tokens.start);
-                    self.copy(row(src_unit), row(dst_unit), row_bytes)?;
-                    if scale_bytes > 0 {
-                        let scales = |unit| layout.scales(unit, layer, kv, head, tokens.start);
-                        self.copy(scales(src_unit), scales(dst_unit), scale_bytes)?;
-                    }
-                }
-            }
+        let mut bytes = 0;
+        let to = layout.token_ranges(dst_unit, tokens.clone());
+        for ((src, len), (dst, _)) in layout.token_ranges(src_unit, tokens).zip(to) {
+            self.copy(src, dst, len)?;
+            bytes += len;
         }
-        let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
-        Ok(rows * (row_bytes + scale_bytes))
+        Ok(bytes)
     }
 
     /// As [`Device::copy_tokens`], but the copy may only be noted down: [`Device::submit`] makes
@@ -435,31 +427,24 @@ pub trait Device: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Zeroes some tokens of a unit: K, V and scales of every layer and head, and no byte more.
-    /// Gives the bytes zeroed.
+    /// Sets some tokens of a unit to `byte`, behind all copies that were noted down: K, V and scales
+    /// of every layer and head, and no byte more. Gives how many bytes.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].
-    fn zero_tokens(
+    fn fill_tokens(
         &mut self,
         layout: &GroupLayout,
         unit: u32,
         tokens: std::ops::Range<u32>,
+        byte: u8,
     ) -> Result<u64, DeviceError> {
-        let count = u64::from(tokens.end.saturating_sub(tokens.start));
-        let row_bytes = layout.row_bytes() * count;
-        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * count;
-        for layer in 0..layout.num_layers {
-            for kv in [Kv::K, Kv::V] {
-                for head in 0..layout.num_kv_heads {
-                    self.fill(layout.row(unit, layer, kv, head, tokens.start), row_bytes, 0)?;
-                    let scales = layout.scales(unit, layer, kv, head, tokens.start);
-                    self.fill(scales, scale_bytes, 0)?;
-                }
-            }
+        let mut bytes = 0;
+        for (offset, len) in layout.token_ranges(unit, tokens) {
+            self.fill(offset, len, byte)?;
+            bytes += len;
         }
-        let rows = u64::from(2 * layout.num_layers * layout.num_kv_heads);
-        Ok(rows * (row_bytes + scale_bytes))
+        Ok(bytes)
     }
 
     /// Sets `len` bytes from `offset` on to `byte`, behind all copies that were noted down.
@@ -474,6 +459,15 @@ pub trait Device: Send + fmt::Debug {
     /// # Errors
     /// [`DeviceError::OutOfRange`], or what the driver says.
     fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError>;
+
+    /// Reads K or V of some tokens of a sequence back, widened to f32, behind all work that was put
+    /// into the stream. Shapes have been checked by the caller.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfRange`] for a block or slot outside the pool, or what the driver says.
+    fn gather(&self, args: &mut GatherArgs<'_>) -> Result<(), DeviceError> {
+        gather::row_by_row(self, args)
+    }
 
     /// Reads bytes of the pool.
     ///

@@ -94,6 +94,9 @@ pub struct CudaWorkspace {
     pub counts: u64,
     /// Pairs of units to copy. `[CUDA_PAIRS_AT_ONCE]`
     pub pairs: u64,
+    /// A sequence's blocks in one group, to be read back. `[max_blocks_per_seq]` of the group with
+    /// the most, 4 bytes each
+    pub gather_row: u64,
     /// Tables for the rotation of K. [`Rope::fill`](super::Rope::fill)
     pub rope: u64,
     /// Where tensors of host memory are put: K and V, or queries. `[tensor_rows, in_row_bytes]`
@@ -184,6 +187,8 @@ impl Plan {
         let mut device = Carver(Bytes::ZERO);
         let mut groups = Vec::with_capacity(self.groups.len());
         let mut table_slot_bytes = 0;
+        let longest_row = self.groups.iter().map(|group| group.max_blocks_per_seq).max();
+        let longest_row = longest_row.unwrap_or(0);
         for group in &self.groups {
             let entries = Bytes(seqs).try_mul(u64::from(group.max_blocks_per_seq))?.get();
             let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
@@ -230,6 +235,7 @@ impl Plan {
             partial_ml: device.take(max_partials * kv_heads, 8)?,
             counts: device.take(2, 8)?,
             pairs: device.take(CUDA_PAIRS_AT_ONCE.into(), CUDA_PAIR_BYTES)?,
+            gather_row: device.take(longest_row.into(), 4)?,
             rope: device.take(self.rope_len()?, 4)?,
             tensors_in: device.take(tensor_rows, in_row_bytes)?,
             tensors_out: device.take(tensor_rows, out_row_bytes)?,
@@ -279,7 +285,10 @@ impl CudaWorkspace {
                 part(0, self.partial_acc),
             ),
             ("partial results of splits", part(self.partial_acc, self.counts)),
-            ("counts, pairs to copy, tables of RoPE", part(self.counts, self.tensors_in)),
+            (
+                "counts, pairs to copy, blocks to read back, tables of RoPE",
+                part(self.counts, self.tensors_in),
+            ),
             ("tensors from and to host memory", part(self.tensors_in, self.device_bytes.get())),
         ]
     }
@@ -325,6 +334,7 @@ mod tests {
             workspace.partial_ml,
             workspace.counts,
             workspace.pairs,
+            workspace.gather_row,
             workspace.tensors_in,
             workspace.tensors_out,
             workspace.device_bytes.get(),

@@ -240,6 +240,27 @@ impl GroupLayout {
         self.unit(unit) + self.scales_at + self.row_index(layer, kv, head, token) * per_row
     }
 
+    /// The runs of bytes of some tokens of a unit, in any order: byte offset and length of K, V and
+    /// scales of every layer and head. None is empty.
+    pub fn token_ranges(
+        &self,
+        unit: u32,
+        tokens: std::ops::Range<u32>,
+    ) -> impl Iterator<Item = (u64, u64)> {
+        let layout = self;
+        let count = u64::from(tokens.end.saturating_sub(tokens.start));
+        let row_bytes = layout.row_bytes() * count;
+        let scale_bytes = u64::from(layout.scales_per_row * SCALE_BYTES) * count;
+        let heads = layout.num_kv_heads;
+        let runs = (0..layout.num_layers * 2 * heads).flat_map(move |run| {
+            let (layer, kv) = (run / (2 * heads), [Kv::K, Kv::V][(run / heads % 2) as usize]);
+            let at = (layer, kv, run % heads, tokens.start);
+            let row = layout.row(unit, at.0, at.1, at.2, at.3);
+            [(row, row_bytes), (layout.scales(unit, at.0, at.1, at.2, at.3), scale_bytes)]
+        });
+        runs.filter(|(_, bytes)| *bytes > 0)
+    }
+
     /// Splits a token slot (`unit · unit_tokens + token`) into unit and token.
     #[inline]
     #[must_use]

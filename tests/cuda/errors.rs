@@ -195,10 +195,11 @@ fn edge_61_every_call_of_the_driver_may_fail_once() {
         "cuEventRecord",
         "cuStreamSynchronize",
     ];
+    let mut failed = [0; CALLS.len()];
     for spec in faults::specs() {
         let good = faults::script(&mut spec.open());
         assert!(good.failures.is_empty());
-        for call in CALLS {
+        for (call, failed) in CALLS.into_iter().zip(&mut failed) {
             let mut nth = 1;
             loop {
                 let mut cache = spec.open();
@@ -212,11 +213,12 @@ fn edge_61_every_call_of_the_driver_may_fail_once() {
                     // There was no such call any more.
                     break;
                 }
+                *failed += 1;
                 // Not all of them: there are thousands, most of them alike.
                 nth += 1 + nth / 2;
             }
-            let least = if call == "cuEventQuery" { 1 } else { 5 };
-            assert!(nth > least, "{call}: the script makes more than {nth} of them");
         }
     }
+    // Most are made by every verb; whole units are not set in every script.
+    assert!(failed.iter().all(|failed| *failed >= 4), "{CALLS:?} failed {failed:?} times");
 }

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use cudarc::driver::sys;
 use kvpool::cache::{Cache, SeqHandle};
-use kvpool::config::{Format, RopeConfig, ScaleKind};
+use kvpool::config::{Format, RopeConfig, ScaleKind, Scrub};
 use kvpool::device::{CudaStream, DType, DeviceTensor};
 use kvpool::units::LayerIdx;
 
@@ -247,4 +247,35 @@ fn a_step_that_was_not_prepared_is_kept_out_of_a_capture() {
     step(&mut cache, &stream, &tensors, &mut graph, &seqs, &[7]);
     run_step(&mut cache, &[(fork, 1)], &[8]).expect("fits");
     cache.set_stream(other_of).expect("set");
+}
+
+/// A graph would zero whatever lies there whenever it is played.
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn what_is_zeroed_is_kept_out_of_a_capture() {
+    driver::enter();
+    for mode in MODES {
+        let spec =
+            Spec { mode, scrub: Scrub::OnRelease, max_rewind_tokens: 8, ..spec(Format::F16) };
+        let mut cache = spec.open();
+        let stream = Stream::new();
+        // SAFETY: it lives until the process ends.
+        cache.set_stream(unsafe { CudaStream::new(stream.0.cast()) }).expect("set");
+        let seqs = prefill(&mut cache, &[40, 21]);
+        cache.synchronize().expect("done");
+        let failures = cache.stats().scrub_failures;
+        let (fills, launches) = (counter("fills"), counter("launches"));
+        stream.capture();
+        cache.truncate(seqs[0], 35).expect("within the rewind");
+        cache.release(seqs[1]).expect("alive");
+        assert!(cache.stats().scrub_failures >= failures + 2, "{mode:?}: the device refused");
+        assert_eq!((counter("fills"), counter("launches")), (fills, launches), "{mode:?}");
+        stream.captured();
+        // What could not be zeroed then is when somebody takes it.
+        cache.check_invariants().expect("dirty blocks are known");
+        let next = begin(&mut cache, 0);
+        append_step(&mut cache, &[(next, 3)], &[1, 2, 3]).expect("fits");
+        assert!(counter("fills") + counter("launches") > fills + launches, "{mode:?}");
+        cache.check_invariants().expect("clean");
+    }
 }

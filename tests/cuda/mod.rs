@@ -13,6 +13,7 @@ mod exports;
 mod from_c;
 mod graph;
 mod inside;
+mod moves;
 mod traffic;
 
 use std::process::Command;
@@ -112,6 +113,7 @@ fn the_tests_of_the_device_run_on_the_emulated_device() {
         "cuda::exports::",
         "cuda::from_c::",
         "cuda::graph::",
+        "cuda::moves::",
         "--ignored",
         "--test-threads=1",
         "--skip=edge_45",

@@ -1,6 +1,8 @@
 //! What the kernels move, against the least that they must: bytes and 32-byte sectors.
 
 use kvpool::config::{CacheMode, Format, ScaleKind};
+use kvpool::plan::Kv;
+use kvpool::units::LayerIdx;
 
 use super::driver::{reset_counters, traffic};
 use crate::common::{FORMATS, Spec, append_step, begin, run_step};
@@ -126,4 +128,32 @@ fn a_copied_block_is_read_and_written_once() {
     near("copy, written", written, least, 1.02);
     near("copy, sectors read", sectors_read, least / 32.0, 1.05);
     near("copy, sectors written", sectors_written, least / 32.0, 1.05);
+}
+
+#[test]
+#[ignore = "started by cuda::the_traffic_of_kernels_is_near_the_least"]
+fn what_is_read_back_is_read_once() {
+    for (format, scale) in FORMATS {
+        for mode in [CacheMode::Paged, CacheMode::Contiguous] {
+            let spec = spec(mode, format, scale);
+            let mut cache = spec.open();
+            let seq = begin(&mut cache, 0);
+            append_step(&mut cache, &[(seq, 1000)], &(0..1000).collect::<Vec<u64>>())
+                .expect("fits");
+            let name = format!("{format:?} {scale:?} {mode:?}");
+            let mut out = vec![0.0; 1000 * 2 * 128];
+            reset_counters();
+            cache.export(seq, LayerIdx(0), Kv::V, 0, 1000, &mut out).expect("held");
+            let names = ["f32", "f16", "bf16", "i8"].map(|f| format!("kvpool_gather_{f}"));
+            let [read, written, sectors_read, sectors_written] = moved(&names);
+            // Half of what a token has, and a block's number of 4 bytes for each vector.
+            let table = if mode == CacheMode::Paged { 1000.0 * 2.0 * 4.0 } else { 0.0 };
+            let least = 1000.0 * token_bytes(format, scale) / 2.0;
+            near(&format!("gather {name}, read"), read, least + table, 1.02);
+            println!("gather {name}, sectors read: {sectors_read}, of bytes {}", read / 32.0);
+            let written_least = 1000.0 * 2.0 * 128.0 * 4.0;
+            near(&format!("gather {name}, written"), written, written_least, 1.0001);
+            near(&format!("gather {name}, sectors"), sectors_written, written / 32.0, 1.05);
+        }
+    }
 }

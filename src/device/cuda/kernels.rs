@@ -36,6 +36,8 @@ pub(super) struct Kernels {
     path: Path,
     combine: Function,
     copy_pairs: Function,
+    gather: Function,
+    fill: Function,
     /// Blocks of a grid in x, at most.
     most_blocks: u32,
 }
@@ -212,6 +214,8 @@ impl Kernels {
             path,
             combine: search.find("kvpool_combine", "kvpool_combine")?,
             copy_pairs: search.find("kvpool_copy_pairs", "kvpool_copy_pairs")?,
+            gather: search.find("kvpool_gather_", &format!("kvpool_gather_{element}"))?,
+            fill: search.find("kvpool_fill", "kvpool_fill")?,
             most_blocks: BLOCKS_PER_MULTIPROCESSOR * target.multiprocessors,
         };
         // Asking for an attribute also has a kernel loaded that the driver would load when it is
@@ -219,7 +223,8 @@ impl Kernels {
         for attend in &kernels.attend {
             cx.allow_shared(attend.function, attend.shared_bytes)?;
         }
-        for function in kernels.append.into_iter().chain([kernels.combine, kernels.copy_pairs]) {
+        let Self { combine, copy_pairs, gather, fill, .. } = kernels;
+        for function in kernels.append.into_iter().chain([combine, copy_pairs, gather, fill]) {
             cx.allow_shared(function, 0)?;
         }
         Ok(kernels)
@@ -283,6 +288,21 @@ impl Kernels {
         let most = (self.most_blocks / pairs.max(1)).max(1);
         let grid = (self.grid(blocks).min(most), pairs);
         Launch { function: self.copy_pairs, grid, block: MOVE_THREADS, shared_bytes: 0 }
+    }
+
+    /// Widens so many vectors: a warp for each.
+    pub(super) fn gather(&self, vectors: u32) -> Launch {
+        let blocks = u64::from(vectors).div_ceil(u64::from(MOVE_THREADS / WARP_THREADS));
+        let grid = (self.grid(blocks), 1);
+        Launch { function: self.gather, grid, block: MOVE_THREADS, shared_bytes: 0 }
+    }
+
+    /// Sets so many ranges, of so many bytes at most.
+    pub(super) fn fill(&self, ranges: u32, bytes: u64) -> Launch {
+        let blocks = bytes.div_ceil(u64::from(MOVE_THREADS) * 16);
+        let most = (self.most_blocks / ranges.max(1)).max(1);
+        let grid = (self.grid(blocks).min(most), ranges.max(1));
+        Launch { function: self.fill, grid, block: MOVE_THREADS, shared_bytes: 0 }
     }
 }
 

@@ -2,16 +2,17 @@
 
 use super::bindings::{
     KVPOOL_ROPE_HALVES, KVPOOL_ROPE_NONE, KVPOOL_ROPE_PAIRS, KvpoolAppendParams,
-    KvpoolAttendParams, KvpoolCombineParams, KvpoolCopyPair, KvpoolCopyParams,
+    KvpoolAttendParams, KvpoolCombineParams, KvpoolCopyPair, KvpoolCopyParams, KvpoolFillParams,
+    KvpoolRange,
 };
 use super::driver::Entered;
 use super::tables::Group;
 use super::{CudaDevice, host, params};
 use crate::config::RopeStyle;
 use crate::device::plain::bytes_of;
-use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor};
+use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor, GatherArgs};
 use crate::error::DeviceError;
-use crate::plan::{GroupLayout, LayerScales};
+use crate::plan::{CUDA_PAIR_BYTES, GroupLayout, Kv, LayerScales, SeqView};
 
 impl CudaDevice {
     /// Puts an append into the stream. The group's token slots are there.
@@ -188,6 +189,64 @@ impl CudaDevice {
         unsafe { cx.launch(self.kernels.copy_pairs(num_pairs, bytes), &params, stream) }
     }
 
+    /// Sets ranges of the pool to a byte, as many in one launch as a list of pairs has room for.
+    /// Gives how many bytes.
+    pub(super) fn fill_ranges(
+        &mut self,
+        cx: &Entered<'_>,
+        mut ranges: impl Iterator<Item = (u64, u64)>,
+        byte: u8,
+    ) -> Result<u64, DeviceError> {
+        const RANGE_BYTES: usize = size_of::<KvpoolRange>();
+        const _: () = assert!(RANGE_BYTES as u64 == CUDA_PAIR_BYTES, "they share a place");
+        let list = self.workspace.address() + self.sizes.pairs;
+        let (pool, stream) = (&self.pool, self.stream);
+        let mut all = 0;
+        loop {
+            let ((num_ranges, longest, sum), _) = self.pair_ring.with(cx, stream, |buffer| {
+                let (mut num_ranges, mut longest, mut sum) = (0, 0, 0);
+                let places = buffer.chunks_exact_mut(RANGE_BYTES);
+                // The place first: a range that has none is for the next launch.
+                for (place, (offset, bytes)) in places.zip(&mut ranges) {
+                    pool.range(offset, bytes)?;
+                    place.copy_from_slice(bytes_of(&[offset, bytes]));
+                    num_ranges += 1;
+                    longest = bytes.max(longest);
+                    sum += bytes;
+                }
+                let buffer = &buffer[..num_ranges as usize * RANGE_BYTES];
+                if num_ranges > 0 {
+                    // SAFETY: a pinned buffer of the ring, and its place in the workspace.
+                    unsafe { cx.upload(list, buffer, stream) }?;
+                }
+                Ok((num_ranges, longest, sum))
+            })?;
+            if num_ranges == 0 {
+                return Ok(all);
+            }
+            all += sum;
+            self.launch_fill(cx, num_ranges, longest, byte)?;
+        }
+    }
+
+    /// Puts a filling of the ranges that were uploaded into the stream.
+    fn launch_fill(
+        &self,
+        cx: &Entered<'_>,
+        num_ranges: u32,
+        longest: u64,
+        byte: u8,
+    ) -> Result<(), DeviceError> {
+        let params = KvpoolFillParams {
+            pool: self.pool.address(),
+            ranges: self.workspace.address() + self.sizes.pairs,
+            num_ranges,
+            value: byte.into(),
+        };
+        // SAFETY: the kernel takes this struct; all ranges lie in the pool.
+        unsafe { cx.launch(self.kernels.fill(num_ranges, longest), &params, self.stream) }
+    }
+
     /// Makes every call that a verb makes once, with nothing to do: the driver loads a kernel, and
     /// cudarc looks a symbol up, when they are used first, and both allocate.
     pub(super) fn warm_up(
@@ -238,6 +297,12 @@ impl CudaDevice {
         let nothing = KvpoolCopyPair { src_unit: 0, dst_unit: 0, first_token: 0, num_tokens: 0 };
         self.groups[0].copies.push(nothing);
         self.launch_copies(cx, 0)?;
+        self.launch_fill(cx, 0, 0, 0)?;
+        let view = SeqView { layout, table: &[], slot: 0 };
+        let positions = 0..0;
+        let gather =
+            GatherArgs { view, layer: 0, kv: Kv::K, static_scale: 0.0, positions, out: &mut [] };
+        self.launch_gather(cx, &self.gather_params(&self.groups[0], &gather))?;
         let counts = self.workspace.address() + self.sizes.counts;
         // SAFETY: one number of the workspace onto another; both are 0.
         unsafe { cx.copy(counts + 8, counts, 8, self.stream) }?;

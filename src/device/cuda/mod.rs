@@ -26,6 +26,7 @@
 mod bindings;
 mod driver;
 mod exports;
+mod gather;
 mod gpu;
 mod host;
 mod images;
@@ -52,7 +53,7 @@ use tables::Group;
 use super::plain;
 use super::{
     AppendArgs, AppendCounts, AttendArgs, CudaStream, DType, Device, DeviceAppend, DeviceAttend,
-    DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, TablesUpload, table_of,
+    DeviceInfo, DevicePrepare, DeviceTables, DeviceTensor, GatherArgs, TablesUpload, table_of,
 };
 use crate::config::RopeStyle;
 use crate::error::DeviceError;
@@ -467,8 +468,32 @@ impl Device for CudaDevice {
         // What was noted down may read from there.
         self.submit()?;
         let cx = self.context.enter()?;
+        // A graph would set them again whenever it is played, whoever has them then.
+        cx.no_capture(self.stream)?;
         // SAFETY: it lies in the pool.
         unsafe { cx.fill(to, byte, len, self.stream) }
+    }
+
+    fn fill_tokens(
+        &mut self,
+        layout: &GroupLayout,
+        unit: u32,
+        tokens: std::ops::Range<u32>,
+        byte: u8,
+    ) -> Result<u64, DeviceError> {
+        if unit >= layout.units || tokens.end > layout.unit_tokens {
+            let (offset, len) = (layout.unit(unit), layout.unit_bytes);
+            return Err(DeviceError::OutOfRange { offset, len, pool: self.pool.bytes() });
+        }
+        self.group_of(layout, 0)?;
+        // What was noted down may read from there.
+        self.submit()?;
+        let context = Arc::clone(&self.context);
+        self.fill_ranges(&context.enter()?, layout.token_ranges(unit, tokens), byte)
+    }
+
+    fn gather(&self, args: &mut GatherArgs<'_>) -> Result<(), DeviceError> {
+        self.gather_to_host(&self.context.enter()?, args)
     }
 
     fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -477,6 +502,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let cx = self.context.enter()?;
+        cx.no_capture(self.stream)?;
         // SAFETY: it lies in the pool; `bytes` is borrowed until the copy is done, pinned or not.
         unsafe { cx.upload(to, bytes, self.stream) }?;
         cx.wait_for_stream(self.stream)
