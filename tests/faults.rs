@@ -144,14 +144,14 @@ fn script_on(cache: &mut Cache, poison: bool) -> Script {
 struct Faulty {
     inner: CpuDevice,
     calls: Arc<AtomicU64>,
-    /// Which, counted from 1.
-    fails: u64,
+    /// Which, counted from 1; 0 for none.
+    fails: Arc<AtomicU64>,
 }
 
 impl Faulty {
     fn call(&self) -> Result<(), DeviceError> {
         let call = self.calls.fetch_add(1, Relaxed) + 1;
-        if call == self.fails { Err(DeviceError::WorkerPanicked) } else { Ok(()) }
+        if call == self.fails.load(Relaxed) { Err(DeviceError::WorkerPanicked) } else { Ok(()) }
     }
 }
 
@@ -218,16 +218,49 @@ impl Device for Faulty {
     }
 }
 
-/// Runs the script with a failure of the n-th call; gives how many calls there were, too.
-fn with_failure(spec: &Spec, fails: u64) -> (Script, u64, Cache) {
+/// When a device fails.
+#[derive(Debug, Default)]
+pub(crate) struct Failing {
+    calls: Arc<AtomicU64>,
+    fails: Arc<AtomicU64>,
+}
+
+impl Failing {
+    /// The n-th call from now on fails.
+    pub(crate) fn fail_after(&self, n: u64) {
+        self.fails.store(self.calls.load(Relaxed) + n, Relaxed);
+    }
+
+    /// Whether it did.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.calls.load(Relaxed) >= self.fails.load(Relaxed)
+    }
+
+    /// None fails.
+    pub(crate) fn never(&self) {
+        self.fails.store(0, Relaxed);
+    }
+}
+
+/// A cache on a device that fails when it is told to.
+pub(crate) fn faulty(spec: &Spec) -> (Cache, Failing) {
     let plan = spec.plan();
     let config = DeviceConfig { threads: 1, ..DeviceConfig::default() };
-    let calls = Arc::new(AtomicU64::new(0));
     let inner = CpuDevice::open(&plan, &config, None).expect("opens");
-    let device = Faulty { inner, calls: Arc::clone(&calls), fails };
-    let mut cache = Cache::open(plan, Box::new(device)).expect("opens");
+    let failing = Failing::default();
+    let (calls, fails) = (Arc::clone(&failing.calls), Arc::clone(&failing.fails));
+    let device = Faulty { inner, calls, fails };
+    (Cache::open(plan, Box::new(device)).expect("opens"), failing)
+}
+
+/// Runs the script with a failure of the n-th call; gives how many calls there were, too.
+fn with_failure(spec: &Spec, fails: u64) -> (Script, u64, Cache) {
+    let (mut cache, failing) = faulty(spec);
+    if fails > 0 {
+        failing.fail_after(fails);
+    }
     let run = script(&mut cache);
-    let calls = calls.load(Relaxed);
+    let calls = failing.calls.load(Relaxed);
     (run, calls, cache)
 }
 

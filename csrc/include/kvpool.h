@@ -43,8 +43,8 @@
  * each cache; a second thread gets KVPOOL_BUSY, at once and without any effect, and so does a callback that
  * calls back. A verb waits for the readers that are under way; most are over at once, but not _check and
  * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before
- * those who come later, so none is kept out. A callback may call no reader, of any cache (KVPOOL_BUSY): so
- * different caches never wait for each other. A cache is not tied to the thread that opened it. After fork(2)
+ * those who come later, so none is kept out. A callback may call no verb and no reader, of any cache
+ * (KVPOOL_BUSY): so different caches never wait for each other. A cache is not tied to the thread that opened it. After fork(2)
  * the child may close a cache, or end, and nothing else: the worker threads are not there.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
@@ -905,7 +905,8 @@ kvpool_status_t kvpool_cache_restore_prefixes(kvpool_cache_t cache, const char *
                                               size_t out_size) KVPOOL_NOEXCEPT;
 /* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; what
  * its prompt has behind them is expected of the next steps, as before. It is admitted as by
- * kvpool_cache_begin. */
+ * kvpool_cache_begin. If the device fails meanwhile, what was evicted to make room stays so. A sequence that has
+ * a salt, or of which the cache does not know, is not saved with `unsalted_only`: KVPOOL_BAD_ARGUMENT. */
 kvpool_status_t kvpool_cache_save_sequence(kvpool_cache_t cache, kvpool_seq_t sequence, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
                                            size_t out_size) KVPOOL_NOEXCEPT;

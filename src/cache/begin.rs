@@ -333,7 +333,7 @@ impl Cache {
         share.retained = 0;
         if let Some(name) = reuse.names.get_mut(slot as usize) {
             name.namespace = options.namespace;
-            name.epoch = reuse.epoch;
+            name.epoch = Some(reuse.epoch);
         }
         self.name_sequence(slot, &options.namespace);
         self.keep_claimed(slot, found.full);

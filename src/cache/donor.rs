@@ -24,7 +24,8 @@ pub(super) struct Donor {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DonorName {
     pub(super) namespace: Namespace,
-    pub(super) epoch: u64,
+    /// Without, nobody may share them: it is not known whose they are.
+    pub(super) epoch: Option<u64>,
 }
 
 const _: () = assert!(size_of::<DonorName>() as u64 == DONOR_NAME_BYTES);
@@ -33,7 +34,7 @@ impl DonorName {
     /// Of `len` tokens, how many another namespace may share.
     pub(super) fn common(&self, other: &Namespace, epoch: u64, len: u32, per_block: u32) -> u32 {
         let own = &self.namespace;
-        if self.epoch != epoch || own.adapter != other.adapter || own.model != other.model {
+        if self.epoch != Some(epoch) || own.adapter != other.adapter || own.model != other.model {
             return 0;
         }
         let private_from = |namespace: &Namespace| match namespace.salt {

@@ -255,6 +255,16 @@ impl Cache {
         }
     }
 
+    /// A slot is about to be filled otherwise than by steps: zeroes all of it, where anything is ever
+    /// zeroed.
+    pub(super) fn scrub_whole_slot(&mut self, slot: u32) -> Result<(), DeviceError> {
+        let record = self.seqs.record(slot);
+        if self.scrubs() && record.dirty.max(record.written) > 0 {
+            self.scrub_slot(slot, 0)?;
+        }
+        Ok(())
+    }
+
     /// A sequence has ended: zeroes what its slot does not keep for others.
     pub(super) fn scrub_released_slot(&mut self, slot: u32) {
         if !self.scrubs_at_once() {
@@ -379,6 +389,14 @@ impl Cache {
                 if !tokens.is_empty() {
                     hold(slot, tokens, false);
                 }
+            }
+            // What was restored may begin later than the window does.
+            let holds_from = self.seqs.state(slot, group).holds_from.min(len);
+            let ring = layout.ring_tokens;
+            let first = if ring > 0 { record.written.saturating_sub(ring) } else { 0 };
+            for position in first.max(layout.sink_tokens)..holds_from {
+                let (_, token) = SeqView { layout, table: &[], slot }.place(position);
+                hold(slot, token..token + 1, false);
             }
         }
         for block in (0..layout.units).map(BlockId).filter(|b| self.is_shareable(group, *b)) {

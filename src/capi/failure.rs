@@ -221,6 +221,7 @@ const fn of_save(error: &SaveError) -> kvpool_status_t {
         | SaveError::OtherModel
         | SaveError::OtherEpoch { .. }
         | SaveError::NotWhole { .. } => KVPOOL_SAVE_MISMATCH,
+        SaveError::Salted => KVPOOL_BAD_ARGUMENT,
         SaveError::OutOfMemory { .. } => KVPOOL_OUT_OF_MEMORY,
         SaveError::Cache(error) => of_cache(error),
     }

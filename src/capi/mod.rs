@@ -15,12 +15,11 @@
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
 //! that the header declares) are made by `csrc/bindings.sh`.
 //!
-//! **Locks.** There are three, and none is taken while a later one is held: the table of objects
-//! (`registry.rs`, for the time of a look-up), a cache's own mutex (`object.rs`; `turns.rs` says in
-//! which order it is given), its DLPack views (`dlpack.rs`). Behind them come those of the device:
-//! `device/rank.rs` has the whole order, which builds with debug assertions check. A verb claims the cache before it takes
-//! the mutex, so a second verb is refused rather than kept waiting; a reader waits for the verb that
-//! is under way, and a verb for the readers that are.
+//! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions check: a
+//! cache's own mutex (`object.rs`; `turns.rs` says in which order it is given), its DLPack views
+//! (`dlpack.rs`), the table of objects (`registry.rs`, for the time of a look-up). A verb claims the
+//! cache before it takes the mutex, so a second verb is refused rather than kept waiting; a reader
+//! waits for the verb that is under way, and a verb for the readers that are.
 
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "kvpool.h documents the functions")]
 #![allow(non_camel_case_types, reason = "the header's names")]

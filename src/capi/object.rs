@@ -71,8 +71,8 @@ thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a function of the caller's from within a verb. It may call what does not wait: two threads
-/// that waited for each other's caches would do so for ever.
+/// Calls a function of the caller's from within a verb. It may call what never waits, and no verb or
+/// reader of any cache: two threads that waited for each other's caches would do so for ever.
 pub(super) fn call_back(callback: impl FnOnce()) {
     let outer = IN_CALLBACK.replace(true);
     rank::call_back(callback);
@@ -109,6 +109,10 @@ impl Object {
 
     /// Claims the cache for a verb.
     fn enter(&self) -> Result<Inside<'_>, CallError> {
+        // It would wait for this cache's readers while the callback's own are kept waiting.
+        if IN_CALLBACK.get() {
+            return Err(CallError::InCallback);
+        }
         let taken = self.inside.swap(true, Ordering::Acquire);
         if taken { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
     }

@@ -188,13 +188,13 @@ pub unsafe extern "C" fn kvpool_plan_rotate(
             let expected = num_tokens.saturating_mul(row);
             return Err(CacheError::WrongShape { what, got: len, expected, shape }.into());
         }
+        let of_out = ("out", bytes_of(out, len));
+        apart(of_out, ("positions", bytes_of(positions.as_ptr(), num_tokens)))?;
         let out = if x == out.cast_const() {
             caller.slice_mut("out", out, len)?
         } else {
             let x = caller.slice("x", x, len)?;
-            let of_out = ("out", bytes_of(out, len));
             apart(of_out, ("x", bytes_of(x.as_ptr(), len)))?;
-            apart(of_out, ("positions", bytes_of(positions.as_ptr(), num_tokens)))?;
             let out = caller.slice_mut("out", out, len)?;
             out.copy_from_slice(x);
             out

@@ -404,7 +404,7 @@ pub trait Device: Send + fmt::Debug {
 
     /// As [`Device::copy_tokens`], but the copy may only be noted down: [`Device::submit`] makes
     /// what was noted in as few launches as there are layer groups. Until then nothing but further
-    /// copies may be asked for. They take effect in the order of the calls. When a launch fails,
+    /// copies and fillings may be asked for. They take effect in the order of the calls. When a launch fails,
     /// nothing that was noted down is left.
     ///
     /// # Errors
@@ -454,7 +454,7 @@ pub trait Device: Send + fmt::Debug {
     fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError>;
 
     /// Writes bytes of the pool, behind all work that was put into the stream. They need not be
-    /// kept when the call is over.
+    /// kept when the call is over, which need not wait for the device.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`], or what the driver says.

@@ -8,8 +8,7 @@
 //! | 4 | `capi::registry`: the objects behind handles | a look-up |
 //!
 //! A thread that holds one takes none of the same or a lower rank, so no two threads can wait for
-//! each other. A callback of a cache may call another one's verb, which has the same rank: it waits for
-//! that one's readers alone, and these call nobody back.
+//! each other. A callback of a cache takes none but the registry's: verbs and readers are refused in it.
 //!
 //! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on which the
 //! CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out memory at open

@@ -102,8 +102,13 @@ pub enum SaveError {
         /// First token that the file has.
         held: u32,
     },
+    /// A sequence was to be saved without what has a salt, and has one, or may have.
+    #[error(
+        "the sequence has a salt, or this cache does not know whether it has, and unsalted_only is set; save it without that, to a place as private as its prompt"
+    )]
+    Salted,
     /// The buffer could not be allocated.
-    #[error("the {} bytes of a save's buffers could not be allocated; free some memory", grouped(bytes.get()))]
+    #[error("the {} bytes of a save's buffers could not be allocated; free some memory, or lower limits.max_seq_len or limits.max_seqs", grouped(bytes.get()))]
     OutOfMemory {
         /// How much was wanted.
         bytes: Bytes,

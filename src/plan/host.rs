@@ -46,7 +46,7 @@ pub const LATER_BYTES: u64 = 4;
 pub const EVENT_BYTES: u64 = 32;
 
 /// Bytes of whom the tokens of a contiguous slot belong to.
-pub const DONOR_NAME_BYTES: u64 = 184;
+pub const DONOR_NAME_BYTES: u64 = 192;
 
 /// Bytes of one sequence of a batch that begins.
 pub const PENDING_BYTES: u64 = 48;

@@ -23,7 +23,12 @@ namespace detail {
 
 struct CacheKind {
     static constexpr const char* NAME = "Cache";
-    static kvpool_status_t give_back(kvpool_cache_t c) noexcept { return kvpool_cache_close(c); }
+    static kvpool_status_t give_back(kvpool_cache_t c) noexcept {
+        const kvpool_status_t status = kvpool_cache_close(c);
+        // What waits to be given back to it is gone.
+        if (status == KVPOOL_OK) ending::later.settle(c);
+        return status;
+    }
 };
 
 // Units with and without the compiler's exceptions may be of one program, and share the other types.
@@ -91,12 +96,7 @@ public:
     // Takes a plain handle into ownership.
     static Cache own(kvpool_cache_t c) noexcept { return Cache(c); }
     // Ends the cache with all that is in it.
-    Result<void> close() noexcept {
-        const kvpool_cache_t c = held_;
-        auto closed = give_back();
-        ending::later.settle(c);
-        return closed;
-    }
+    Result<void> close() noexcept { return give_back(); }
     kvpool_cache_t detach() noexcept { return let_go(); }
     kvpool_cache_t c() const noexcept { return held_; }
 
@@ -144,9 +144,13 @@ public:
 
     // CUDA: the caller's stream, for all work from here on.
     Result<void> set_stream(void* stream) noexcept {
+        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_stream(held_, stream));
     }
-    Result<void> synchronize() noexcept { return detail::result(kvpool_cache_synchronize(held_)); }
+    Result<void> synchronize() noexcept {
+        ending::later.settle(held_);
+        return detail::result(kvpool_cache_synchronize(held_));
+    }
 
     // ------------------------------------------------------------ Sequences
 
@@ -181,7 +185,7 @@ public:
     Pin own(PinId id) const noexcept { return Pin(held_, id); }
     Reservation own(ReservationId id) const noexcept { return Reservation(held_, id); }
     // The step that is open under this handle.
-    Result<Step> own(kvpool_step_t c) const noexcept {
+    Result<Step> own(kvpool_step_t c) noexcept {
         kvpool_step_view_t view = {};
         if (kvpool_step_get_view(held_, c, KVPOOL_OUT(view)) != KVPOOL_OK) return Error::last();
         return Step(held_, c, view.num_tokens, view.num_seqs);
@@ -263,9 +267,8 @@ public:
     // Cancels the step that is open, whoever has it; whether there was one.
     Result<bool> cancel_step() noexcept {
         uint32_t cancelled = 0;
-        const kvpool_status_t status = kvpool_cache_cancel_step(held_, &cancelled);
+        if (kvpool_cache_cancel_step(held_, &cancelled) != KVPOOL_OK) return Error::last();
         ending::later.settle(held_);
-        if (status != KVPOOL_OK) return Error::last();
         return cancelled != 0;
     }
 
@@ -280,6 +283,7 @@ public:
     }
     // What time it is, for retention with a duration. Never goes back.
     Result<void> set_time_ms(uint64_t now_ms) noexcept {
+        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_time_ms(held_, now_ms));
     }
     // Nothing that was cached before is found any more.
@@ -303,6 +307,7 @@ public:
     }
     // Evicts nothing; what has no room is dropped.
     Result<Restored> restore_prefixes(const char* path, const RestoreOptions& options = {}) noexcept {
+        ending::later.settle(held_);
         const kvpool_restore_options_t c = options.c();
         Restored out = {};
         return detail::result(kvpool_cache_restore_prefixes(held_, path, &c, KVPOOL_OUT(out)), out);
@@ -314,6 +319,7 @@ public:
     }
     // With all its tokens in the cache: cached_len of them.
     Result<Begun> restore_sequence(const char* path, const RestoreOptions& options = {}) noexcept {
+        ending::later.settle(held_);
         const kvpool_restore_options_t c_options = options.c();
         kvpool_begun_t c = {};
         if (kvpool_cache_restore_sequence(held_, path, &c_options, KVPOOL_OUT(c)) != KVPOOL_OK) {
@@ -328,6 +334,7 @@ public:
     // over; the events behind that one are lost.
     template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<EventCount> poll_events(F&& each) {
+        ending::later.settle(held_);
         Call call{each};
         EventCount count = {};
         const kvpool_status_t status =
@@ -338,6 +345,7 @@ public:
     // The whole index as events, for a reader that begins late or has lost some; how many.
     template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<uint64_t> resync_events(F&& each) {
+        ending::later.settle(held_);
         Call call{each};
         uint64_t delivered = 0;
         const kvpool_status_t status = kvpool_cache_resync_events(held_, call.from_c, &call, &delivered);

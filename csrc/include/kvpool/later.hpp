@@ -49,12 +49,7 @@ public:
 
     // Says whether there was room.
     bool add(kvpool_cache_t cache, const uint64_t (&handle)[2], GiveBack give_back) noexcept {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        const size_t size = size_.load(std::memory_order_relaxed);
-        if (size == ROOM) return false;
-        entries_[size] = {cache, {handle[0], handle[1]}, give_back};
-        size_.store(size + 1, std::memory_order_release);
-        return true;
+        return put({cache, {handle[0], handle[1]}, give_back});
     }
     void settle(kvpool_cache_t cache) noexcept {
         if (size_.load(std::memory_order_acquire) > 0) settle_some(cache);
@@ -68,22 +63,58 @@ private:
         GiveBack give_back;
     };
 
-    void settle_some(kvpool_cache_t cache) noexcept {
+    bool put(const Entry& entry) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
+        size_t size = size_.load(std::memory_order_relaxed);
+        if (size == ROOM) size = keep([](const Entry& other) { return !is_over(other.cache); });
+        if (size == ROOM) return false;
+        entries_[size] = entry;
+        size_.store(size + 1, std::memory_order_release);
+        return true;
+    }
+    // Keeps some entries and their order; how many. The caller has the lock.
+    template <class F>
+    size_t keep(F wanted) noexcept {
         size_t kept = 0;
         const size_t size = size_.load(std::memory_order_relaxed);
-        // A step that ended is in the way of all others.
-        for (size_t i = size; i-- > 0;) {
-            if (is_step(entries_[i])) give(entries_[i], cache);
-        }
         for (size_t i = 0; i < size; ++i) {
-            if (!give(entries_[i], cache)) entries_[kept++] = entries_[i];
+            if (wanted(entries_[i])) entries_[kept++] = entries_[i];
         }
         size_.store(kept, std::memory_order_release);
+        return kept;
     }
-    static bool give(Entry& entry, kvpool_cache_t cache) noexcept {
-        const bool of_it = entry.cache.word[0] == cache.word[0] && entry.cache.word[1] == cache.word[1];
-        return of_it && is_gone(entry.give_back(entry.cache, entry.handle));
+    // Giving back waits for the cache's readers, so it is done without the lock: another cache's owners do
+    // not wait for them.
+    void settle_some(kvpool_cache_t cache) noexcept {
+        Entry own[ROOM];
+        size_t count = 0;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            keep([&](const Entry& entry) {
+                if (!same(entry.cache, cache)) return true;
+                own[count++] = entry;
+                return false;
+            });
+        }
+        // A step that ended is in the way of all others.
+        for (const bool steps : {true, false}) {
+            for (size_t i = 0; i < count; ++i) {
+                if (is_step(own[i]) == steps) give_or_keep(own[i]);
+            }
+        }
+    }
+    void give_or_keep(const Entry& entry) noexcept {
+        if (is_gone(entry.give_back(entry.cache, entry.handle)) || put(entry)) return;
+        leaked("owner that ended earlier", entry.cache, entry.handle);
+    }
+    static bool same(kvpool_cache_t a, kvpool_cache_t b) noexcept {
+        return a.word[0] == b.word[0] && a.word[1] == b.word[1];
+    }
+    // Whether a cache is closed, and all that was in it gone. Never waits.
+    static bool is_over(kvpool_cache_t cache) noexcept {
+        kvpool_plan_info_t info;
+        const kvpool_status_t status = kvpool_cache_get_plan_info(cache, KVPOOL_OUT(info));
+        return status == KVPOOL_BAD_HANDLE || status == KVPOOL_STALE_HANDLE;
     }
     static bool is_step(const Entry& entry) noexcept { return entry.give_back == &cancel_step; }
 

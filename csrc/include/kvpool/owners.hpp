@@ -154,7 +154,10 @@ struct ReservationKind {
 struct StepKind {
     static constexpr const char* NAME = "Step";
     static kvpool_status_t give_back(const InCache<kvpool_step_t>& held) noexcept {
-        return kvpool_step_cancel(held.cache, held.c);
+        const kvpool_status_t status = kvpool_step_cancel(held.cache, held.c);
+        // What ended while it was open.
+        if (status == KVPOOL_OK) ending::later.settle(held.cache);
+        return status;
     }
     static constexpr ending::Later::GiveBack again = ending::Later::cancel_step;
 };
@@ -265,7 +268,10 @@ public:
     Pin() noexcept = default;
     Pin(kvpool_cache_t cache, PinId id) noexcept : Owner({cache, id.c()}) {}
     PinId id() const noexcept { return PinId(held_.c); }
-    Result<void> unpin() noexcept { return give_back(); }
+    Result<void> unpin() noexcept {
+        ending::later.settle(held_.cache);
+        return give_back();
+    }
     PinId detach() noexcept { return PinId(let_go().c); }
     kvpool_pin_t c() const noexcept { return held_.c; }
 };
@@ -306,7 +312,10 @@ public:
         return detail::result(
             kvpool_cache_set_retention(held_.cache, held_.c, retentions.data(), retentions.size()));
     }
-    Result<void> release() noexcept { return give_back(); }
+    Result<void> release() noexcept {
+        ending::later.settle(held_.cache);
+        return give_back();
+    }
     SeqId detach() noexcept { return SeqId(let_go().c); }
     kvpool_seq_t c() const noexcept { return held_.c; }
 };
@@ -333,7 +342,10 @@ public:
         }
         return Begun{Sequence(let_go().cache, SeqId(c.sequence)), c.cached_len, c.limit};
     }
-    Result<void> cancel() noexcept { return give_back(); }
+    Result<void> cancel() noexcept {
+        ending::later.settle(held_.cache);
+        return give_back();
+    }
     ReservationId detach() noexcept { return ReservationId(let_go().c); }
     kvpool_reservation_t c() const noexcept { return held_.c; }
 };
@@ -412,12 +424,7 @@ public:
         ending::later.settle(cache);
         return committed;
     }
-    Result<void> cancel() noexcept {
-        const kvpool_cache_t cache = held_.cache;
-        auto cancelled = give_back();
-        ending::later.settle(cache);
-        return cancelled;
-    }
+    Result<void> cancel() noexcept { return give_back(); }
 
     uint32_t num_tokens() const noexcept { return num_tokens_; }
     uint32_t num_seqs() const noexcept { return num_seqs_; }

@@ -96,7 +96,7 @@ static void rotating(void) {
     OK(kvpool_plan_get_info(plan, KVPOOL_OUT(info)));
     CHECK(info.rope == 1);
     enum { TOKENS = 8, ROW = KV_HEADS * HEAD_DIM, LEN = TOKENS * ROW };
-    float x[LEN], rotated[LEN], exported[LEN];
+    float x[LEN], rotated[LEN], exported[LEN], zeros[ROW] = {0};
     uint32_t prompt[TOKENS], positions[TOKENS + 1] = {0};
     for (uint32_t i = 0; i < LEN; ++i) x[i] = (float)(i % 29) - 14.0f;
     for (uint32_t i = 0; i < TOKENS; ++i) prompt[i] = positions[i] = i;
@@ -121,6 +121,8 @@ static void rotating(void) {
     EXPECT(KVPOOL_NULL_POINTER, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, NULL, rotated, ROW));
     EXPECT(KVPOOL_NULL_POINTER, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, x, NULL, ROW));
     EXPECT(KVPOOL_OVERLAP, kvpool_plan_rotate(plan, 0, positions, 1, KV_HEADS, x, x + 1, ROW));
+    EXPECT(KVPOOL_OVERLAP,
+           kvpool_plan_rotate(plan, 0, (const uint32_t*)(void*)zeros, 1, KV_HEADS, zeros, zeros, ROW));
     EXPECT(KVPOOL_WRONG_SHAPE, kvpool_plan_rotate(plan, 0, positions, TOKENS, KV_HEADS, x, rotated, LEN - 1));
     EXPECT(KVPOOL_WRONG_SHAPE, kvpool_plan_rotate(plan, 0, positions, 1, UINT32_MAX, x, rotated, LEN));
     EXPECT(KVPOOL_NO_SUCH_LAYER,
@@ -448,6 +450,12 @@ static void saves(kvpool_cache_t cache) {
     OK(kvpool_cache_release(cache, begun.sequence));
 
     save.unsalted_only = 1;
+    kvpool_begin_options_t private_to_one = KVPOOL_BEGIN_OPTIONS_INIT;
+    private_to_one.name_space.salt.kind = KVPOOL_KEY_IS_NUMBER;
+    OK(kvpool_cache_begin(cache, prompt, 20, &private_to_one, KVPOOL_OUT(again)));
+    EXPECT(KVPOOL_BAD_ARGUMENT,
+           kvpool_cache_save_sequence(cache, again.sequence, path, &save, KVPOOL_OUT(saved)));
+    OK(kvpool_cache_release(cache, again.sequence));
     OK(kvpool_cache_save_prefixes(cache, path, &save, KVPOOL_OUT(saved)));
     CHECK(saved.tokens >= 16);
     OK(kvpool_cache_clear_cached(cache));

@@ -59,8 +59,9 @@ pub(super) fn cut(written: u64, bytes: &[u8]) -> (&[u8], Option<WriteFault>) {
 }
 
 /// Lets a fault happen that is not at a byte.
-pub(super) fn at(point: Point) {
-    if let Some((_, WriteFault::Abort)) = ARMED.get().filter(|armed| armed.0 == point) {
-        std::process::abort();
+pub(super) fn at(point: Point) -> io::Result<()> {
+    match ARMED.get().filter(|armed| armed.0 == point) {
+        Some((_, fault)) => Err(fault.happen()),
+        None => Ok(()),
     }
 }

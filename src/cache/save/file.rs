@@ -2,8 +2,8 @@
 //! by record.
 //!
 //! A writer that is killed leaves the old file or the new one, and at most one unfinished file
-//! beside it, `NAME.kvpool-part`, which the next save to that name overwrites. A lock on it keeps
-//! two saves to one name apart.
+//! beside it, `NAME.kvpool-part`, which the next save to that name removes. A lock on it keeps two
+//! saves to one name apart.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
@@ -20,6 +20,7 @@ fn refused(what: &'static str, help: &'static str, error: &std::io::Error) -> Sa
 
 const PATH: &str = "give a path in a folder that can be written to";
 const ROOM: &str = "make room on the disk, or give a path on another; the old file is as it was";
+const NAMED: &str = "the new file is in its place, and may not outlast a power cut; save again";
 const COPY: &str = "check the path and the disk, and restore another copy, or start without";
 
 /// A file that is being written.
@@ -39,30 +40,8 @@ impl Writer {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(".kvpool-part");
         let part = path.with_file_name(name);
-        let mut options = OpenOptions::new();
-        // What is there already is cut off when it is sure that nobody is at it.
-        options.write(true).create(true).truncate(false);
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::OpenOptionsExt;
-            // Prompts can be read off it: it is the owner's alone.
-            options.mode(0o600);
-        }
-        let file =
-            options.open(&part).map_err(|error| refused("creating the file", PATH, &error))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(SaveError::UnderWay),
-            // A file system without locks.
-            Err(TryLockError::Error(_)) => {}
-        }
-        if !is_still(&file, &part) {
-            // It has got its final name in between: it is not to be touched.
-            return Err(SaveError::UnderWay);
-        }
-        let writer = Self { file, part, path: path.to_owned(), written: 0, done: false };
-        writer.file.set_len(0).map_err(|error| refused("emptying the file", ROOM, &error))?;
-        Ok(writer)
+        let file = make_own(&part)?;
+        Ok(Self { file, part, path: path.to_owned(), written: 0, done: false })
     }
 
     /// Writes bytes.
@@ -97,14 +76,16 @@ impl Writer {
     /// Puts the file in its place: from here on it is the one of that name, also after a power cut.
     /// Gives its bytes.
     pub(super) fn finish(mut self) -> Result<u64, SaveError> {
-        fault::at(fault::Point::BeforeSync);
-        self.file.sync_all().map_err(|error| refused("flushing the file to disk", ROOM, &error))?;
-        fault::at(fault::Point::BeforeRename);
-        std::fs::rename(&self.part, &self.path)
+        fault::at(fault::Point::BeforeSync)
+            .and_then(|()| self.file.sync_all())
+            .map_err(|error| refused("flushing the file to disk", ROOM, &error))?;
+        fault::at(fault::Point::BeforeRename)
+            .and_then(|()| std::fs::rename(&self.part, &self.path))
             .map_err(|error| refused("putting the file in its place", PATH, &error))?;
         self.done = true;
-        fault::at(fault::Point::AfterRename);
-        sync_folder(&self.path)?;
+        fault::at(fault::Point::AfterRename)
+            .and_then(|()| sync_folder(&self.path))
+            .map_err(|error| refused("flushing the folder to disk", NAMED, &error))?;
         Ok(self.written)
     }
 }
@@ -112,10 +93,60 @@ impl Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         if !self.done {
-            // What is left would be overwritten by the next save.
+            // What is left would be removed by the next save.
             let _ = std::fs::remove_file(&self.part);
         }
     }
+}
+
+/// Makes a new file and locks it. One that is there already was left by a writer that was killed, or
+/// is being written: then its writer has the lock. It is never written to, whoever made it.
+fn make_own(part: &Path) -> Result<File, SaveError> {
+    let failed = |error: std::io::Error| refused("creating the file", PATH, &error);
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        // Prompts can be read off it: it is the owner's alone.
+        options.mode(0o600);
+    }
+    let file = match options.open(part) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            let about = std::fs::symlink_metadata(part).map_err(failed)?;
+            // What is neither file nor link is none of ours, and opening it could wait for ever.
+            if !about.is_file() && !about.is_symlink() {
+                return Err(failed(error));
+            }
+            if about.is_file() {
+                let left = File::open(part).map_err(failed)?;
+                lock(&left, part)?;
+                std::fs::remove_file(part).map_err(failed)?;
+            } else {
+                std::fs::remove_file(part).map_err(failed)?;
+            }
+            options.open(part)
+        }
+        file => file,
+    };
+    let file = file.map_err(|error| match error.kind() {
+        // Another was faster.
+        ErrorKind::AlreadyExists => SaveError::UnderWay,
+        _ => failed(error),
+    })?;
+    lock(&file, part)?;
+    Ok(file)
+}
+
+/// Locks a file that a path names.
+fn lock(file: &File, path: &Path) -> Result<(), SaveError> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => return Err(SaveError::UnderWay),
+        // Or a file system without locks.
+        Ok(()) | Err(TryLockError::Error(_)) => {}
+    }
+    // It may have got its final name in between, or have been taken for one that was left.
+    if is_still(file, path) { Ok(()) } else { Err(SaveError::UnderWay) }
 }
 
 /// Whether a path still names an open file.
@@ -134,14 +165,11 @@ fn is_still(file: &File, path: &Path) -> bool {
 }
 
 /// Makes a new name in a folder last.
-fn sync_folder(path: &Path) -> Result<(), SaveError> {
+fn sync_folder(path: &Path) -> std::io::Result<()> {
     #[cfg(unix)]
     {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = File::open(folder.unwrap_or(Path::new(".")));
-        folder
-            .and_then(|folder| folder.sync_all())
-            .map_err(|error| refused("flushing the folder to disk", ROOM, &error))
+        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
     }
     #[cfg(not(unix))]
     {

@@ -45,7 +45,8 @@ pub struct SaveOptions {
     /// What computes K and V: a name or digest of the weights. A restore must give the same, so
     /// that K and V of other weights are never taken for these. Absent is an id of its own.
     pub model: Option<KeyPart>,
-    /// Leaves out what has a salt, from its salt on: the file then holds nothing that was private.
+    /// Leaves out what has a salt, from its salt on: the file then holds nothing that was private. A
+    /// sequence is saved whole or, where it has a salt or the cache does not know, not at all.
     pub unsalted_only: bool,
 }
 
@@ -132,7 +133,7 @@ impl Cache {
         options: &RestoreOptions,
     ) -> Result<Restored, SaveError> {
         self.abandon_step();
-        let epoch = self.reuse.as_ref().ok_or(CacheError::ReuseOff)?.epoch;
+        let epoch = Some(self.reuse.as_ref().ok_or(CacheError::ReuseOff)?.epoch);
         let (mut loader, header, first) =
             Loader::open(&self.plan, path, Holds::Prefixes, options, epoch)?;
         let entries = restore::room_for_entries(self, &header);
@@ -141,8 +142,11 @@ impl Cache {
         let mut stage = self.stage(&table)?;
         let mut slots = self.slot_stage(&table)?;
         let staged = self.stage_all(&mut loader, &mut table, &mut stage, &mut slots);
+        // Blocks that could not be zeroed were written whole, or are given back.
+        self.scrub_refused = None;
         if let Err(error) = staged {
             self.unstage(&mut stage);
+            self.unstage_slots(&slots);
             self.scrub_freed();
             return Err(error);
         }

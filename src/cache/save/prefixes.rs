@@ -95,7 +95,7 @@ impl Cache {
         for slot in 0..self.plan.seq_slots {
             let name = &reuse.names[slot as usize];
             let held = self.held_in_slot(reuse, slot);
-            if name.epoch != reuse.epoch {
+            if name.epoch != Some(reuse.epoch) {
                 continue;
             }
             let keys = index.keys(&name.namespace);
@@ -242,11 +242,11 @@ impl Cache {
         let mut slots = buffer_of(0, OfSlot { slot: 0, held: 0, first: 0, record: 0, earlier: 0 })?;
         slots
             .try_reserve_exact(self.plan.seq_slots as usize)
-            .map_err(|_| super::out_of_memory(0))?;
+            .map_err(|_| bytes_of_slots(self.plan.seq_slots, size_of::<OfSlot>()))?;
         for slot in 0..self.plan.seq_slots {
             let name = &reuse.names[slot as usize];
             let mut held = self.held_in_slot(reuse, slot);
-            if name.epoch != reuse.epoch {
+            if name.epoch != Some(reuse.epoch) {
                 held = 0;
             }
             if policy.unsalted_only && name.namespace.salt.is_some() {
@@ -264,7 +264,9 @@ impl Cache {
         });
         let mut common = buffer_of(slots.len(), 0_u32)?;
         let mut names: Vec<NameWords> = Vec::new();
-        names.try_reserve_exact(2 * slots.len()).map_err(|_| super::out_of_memory(0))?;
+        names
+            .try_reserve_exact(2 * slots.len())
+            .map_err(|_| bytes_of_slots(self.plan.seq_slots, 2 * size_of::<NameWords>()))?;
         for at in 0..slots.len() {
             self.write_slot(saver, reuse, at, &mut slots, &mut common, &mut names)?;
         }
@@ -356,4 +358,9 @@ fn namespace_at(namespace: &Namespace, start: u32, per_block: u32) -> Option<Nam
     let salted_at = namespace.salt_from / per_block * per_block;
     let salted = namespace.salt.is_some() && salted_at == start;
     (start == 0 || salted).then(|| namespace.words(salted))
+}
+
+/// The error for a list of so many bytes a slot.
+const fn bytes_of_slots(slots: u32, each: usize) -> SaveError {
+    super::out_of_memory(slots as u64 * each as u64)
 }

@@ -93,7 +93,7 @@ impl Loader {
         path: &Path,
         holds: Holds,
         options: &RestoreOptions,
-        epoch: u64,
+        epoch: Option<u64>,
     ) -> Result<(Self, Header, u64), SaveError> {
         let mut reader = Reader::open(path)?;
         let bytes = read_header(&mut reader)?;
@@ -105,8 +105,9 @@ impl Loader {
         if header.model != options.model {
             return Err(SaveError::OtherModel);
         }
-        if header.epoch != epoch {
-            return Err(SaveError::OtherEpoch { found: header.epoch, expected: epoch });
+        // A cache that shares nothing has no epochs.
+        if let Some(expected) = epoch.filter(|epoch| *epoch != header.epoch) {
+            return Err(SaveError::OtherEpoch { found: header.epoch, expected });
         }
         let shape = Shape::of(plan);
         let mut most = shape.max_record(header.block_tokens as usize);
@@ -251,7 +252,7 @@ impl Loader {
         if frame.kind != format::SEQUENCE {
             return frame.damaged("an impossible length");
         }
-        let wanted = (frame.len - format::SEQUENCE_FIXED as u64) / 4;
+        let wanted = frame.len.saturating_sub(format::SEQUENCE_FIXED as u64) / 4;
         let (limit, knob) = (self.max_seq_len, "limits.max_seq_len");
         CacheError::SequenceTooLong { wanted, limit, knob }.into()
     }
@@ -269,6 +270,27 @@ impl Loader {
             return Err(frame.damaged("another block than before"));
         }
         Ok(Block { payload: &self.record[FRAME..], shape: self.shape, head })
+    }
+
+    /// Reads the ids and spans of a block alone, as the file has them now: to decide by, not to keep.
+    /// K and V of long chains are many times as much.
+    pub(super) fn head(&mut self, entry: &Entry) -> Result<Block<'_>, SaveError> {
+        let heads = format::BLOCK_FIXED + self.shape.head_bytes(entry.tokens as usize);
+        if self.loaded != entry.at {
+            self.loaded = u64::MAX;
+            let frame = self.reader.frame(entry.at, &mut self.record)?;
+            self.record.resize(FRAME + heads, 0);
+            if frame.len < heads as u64 {
+                return Err(frame.damaged("another block than before"));
+            }
+            self.reader.read(&mut self.record[FRAME..], "a record")?;
+        }
+        let payload = &self.record[FRAME..];
+        let head = BlockHead::get(payload);
+        if head.tokens != entry.tokens {
+            return Err(SaveError::Damaged { at: entry.at, problem: "another block than before" });
+        }
+        Ok(Block { payload, shape: self.shape, head })
     }
 
     /// Whether the lengths of a block that is loaded agree.

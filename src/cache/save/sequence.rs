@@ -23,8 +23,9 @@ impl Cache {
     /// them back.
     ///
     /// # Errors
-    /// [`SaveError::Cache`]: a stale or foreign handle, or the device failed; [`SaveError::Io`],
-    /// [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it was.
+    /// [`SaveError::Cache`]: a stale or foreign handle, or the device failed; [`SaveError::Salted`],
+    /// [`SaveError::Io`], [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it
+    /// was.
     pub fn save_sequence(
         &self,
         sequence: SeqHandle,
@@ -35,8 +36,11 @@ impl Cache {
         let record = *self.seqs.record(slot);
         let known = if self.reuse.is_some() { record.known } else { 0 };
         let most = format::FRAME + format::SEQUENCE_FIXED + 4 * known as usize + format::CHECKSUM;
-        let mut saver = Saver::create(self, path, options, Holds::Sequence, most)?;
         let (namespace, retentions) = self.shares_of(slot);
+        if options.unsalted_only && namespace.is_none_or(|namespace| namespace.salt.is_some()) {
+            return Err(SaveError::Salted);
+        }
+        let mut saver = Saver::create(self, path, options, Holds::Sequence, most)?;
         saver.put(format::SEQUENCE, |out| {
             let numbers = [record.len, record.high_water, record.limit, record.lookahead, known];
             numbers.iter().for_each(|number| format::put32(out, *number));
@@ -73,7 +77,7 @@ impl Cache {
         let Some(reuse) = &self.reuse else { return (None, Retentions::NONE) };
         let share = &reuse.seqs[slot as usize];
         if let Some(name) = reuse.names.get(slot as usize) {
-            let namespace = (name.epoch == reuse.epoch).then_some(name.namespace);
+            let namespace = (name.epoch == Some(reuse.epoch)).then_some(name.namespace);
             return (namespace, share.retentions);
         }
         let keys = &share.keys;
@@ -129,7 +133,7 @@ impl Cache {
         options: &RestoreOptions,
     ) -> Result<Begun, SaveError> {
         self.abandon_step();
-        let epoch = self.reuse.as_ref().map_or(0, |reuse| reuse.epoch);
+        let epoch = self.reuse.as_ref().map(|reuse| reuse.epoch);
         let (mut loader, header, first) =
             Loader::open(&self.plan, path, Holds::Sequence, options, epoch)?;
         let blocks = self.plan.limits.max_seq_len.div_ceil(header.block_tokens) as usize + 1;
@@ -208,19 +212,19 @@ impl Cache {
                     }
                     let sinks =
                         0..layers.layout.sink_tokens.saturating_sub(entry.start).min(entry.tokens);
-                    *holds_from = if sinks.is_empty() || span.covers(&sinks) {
-                        entry.start + u32::from(span.from)
-                    } else {
-                        u32::MAX
-                    };
-                    let held = *holds_from;
+                    let held = entry.start + u32::from(span.from);
                     let needed = match layers.window {
-                        Some(window) => (len + 1).saturating_sub(window),
+                        Some(window) if sinks.is_empty() || span.covers(&sinks) => {
+                            (len + 1).saturating_sub(window)
+                        }
+                        Some(_) => entry.start,
                         None => 0,
                     };
                     if held > needed {
                         return Err(SaveError::NotWhole { layer: layer.0, needed, held });
                     }
+                    // The group has what all of its layers have.
+                    *holds_from = held.max(*holds_from);
                 }
             }
         }
@@ -291,6 +295,8 @@ impl Cache {
         (slot, high_water): (u32, u32),
         holds_from: &[u32],
     ) -> Result<(), SaveError> {
+        // A ring has places that the file has nothing for.
+        self.scrub_whole_slot(slot)?;
         self.note_dirty(slot);
         self.seqs.record_mut(slot).written = high_water;
         for (group, from) in holds_from.iter().enumerate() {
@@ -368,7 +374,7 @@ impl Cache {
             share.retentions = retentions_of(head);
             if let Some(name) = reuse.names.get_mut(slot as usize) {
                 name.namespace = namespace.unwrap_or_default();
-                name.epoch = reuse.epoch;
+                name.epoch = namespace.map(|_| reuse.epoch);
             }
             if let Some(namespace) = namespace {
                 self.seqs.record_mut(slot).known = head.known;

@@ -6,7 +6,7 @@
 
 use super::buffer_of;
 use super::format::{Run, Span};
-use super::read::{Entry, Loader, Table};
+use super::read::{Block, Entry, Loader, Table};
 use super::write::Source;
 use crate::cache::prefix::{NameWords, Namespace};
 use crate::cache::{Cache, group_idx};
@@ -110,10 +110,14 @@ impl Cache {
                 let ids = &stage.ids[..len as usize];
                 reuse.tokens_mut(slot)[..len as usize].copy_from_slice(ids);
             }
-            self.write_chain(loader, table, &stage.chain, slot, len)?;
-            cover_chain(table, &stage.chain, len);
+            self.scrub_whole_slot(slot)?;
+            self.note_dirty(slot);
+            self.seqs.record_mut(slot).written = len;
+            // From here on it is one to be cleaned if this fails.
             stage.kept.push(Kept { slot, len, namespace });
             stage.holds_from.extend_from_slice(&stage.chain.holds_from);
+            self.write_chain(loader, table, &stage.chain, slot, len)?;
+            cover_chain(table, &stage.chain, len);
         }
         Ok(())
     }
@@ -137,19 +141,23 @@ impl Cache {
         chain.entries.reverse();
         chain.spans.clear();
         for at in &chain.entries {
-            let entry = table.entries[*at as usize];
-            let block = loader.block(&entry, table.header.block_tokens)?;
-            for group in &self.plan.groups {
-                // The layers of a group agree, in a file of ours; if not, what all of them have.
-                let spans = group.layers.iter().map(|layer| block.span(layer.index()));
-                let common = spans.reduce(|a, b| match (a, b) {
-                    (Span::WHOLE, other) | (other, Span::WHOLE) => other,
-                    _ => Span { head: a.head.min(b.head), from: a.from.max(b.from) },
-                });
-                chain.spans.push(common.unwrap_or(Span::WHOLE));
-            }
+            let block = loader.head(&table.entries[*at as usize])?;
+            chain.spans.extend(self.common_spans(&block));
         }
         Ok(())
+    }
+
+    /// What each group has of a block. The layers of a group agree, in a file of ours; if not, what all
+    /// of them have.
+    fn common_spans(&self, block: &Block<'_>) -> impl Iterator<Item = Span> {
+        self.plan.groups.iter().map(|group| {
+            let spans = group.layers.iter().map(|layer| block.span(layer.index()));
+            let common = spans.reduce(|a, b| match (a, b) {
+                (Span::WHOLE, other) | (other, Span::WHOLE) => other,
+                _ => Span { head: a.head.min(b.head), from: a.from.max(b.from) },
+            });
+            common.unwrap_or(Span::WHOLE)
+        })
     }
 
     /// The longest part of a chain that every contiguous group can give, and from where on they
@@ -266,7 +274,7 @@ impl Cache {
     ) -> Result<(), SaveError> {
         for at in &chain.entries {
             let entry = table.entries[*at as usize];
-            let block = loader.block(&entry, table.header.block_tokens)?;
+            let block = loader.head(&entry)?;
             let out = ids.iter_mut().skip(entry.start as usize);
             for (token, id) in (0..entry.tokens).zip(out) {
                 *id = block.id(token);
@@ -284,13 +292,24 @@ impl Cache {
         slot: u32,
         len: u32,
     ) -> Result<(), SaveError> {
-        for at in &chain.entries {
+        let spans = chain.spans.chunks_exact(self.plan.groups.len());
+        for (at, spans) in chain.entries.iter().zip(spans) {
             let entry = table.entries[*at as usize];
             if entry.start >= len {
                 break;
             }
             let limit = len - entry.start;
             let block = loader.block(&entry, table.header.block_tokens)?;
+            // What was decided by was not checked again.
+            let ids = (entry.start..len).zip((0..entry.tokens).map(|token| block.id(token)));
+            let known = self.reuse.as_ref().map_or(&[][..], |reuse| reuse.tokens(slot));
+            let same = ids.into_iter().all(|(at, id)| known.get(at as usize) == Some(&id));
+            if !same || !self.common_spans(&block).eq(spans.iter().copied()) {
+                return Err(SaveError::Damaged {
+                    at: entry.at,
+                    problem: "another block than before",
+                });
+            }
             self.write_row(&block, &entry, slot, limit, &|cache, group| {
                 let layers = &cache.plan.groups[group];
                 if layers.kind != GroupKind::Contiguous {
@@ -311,7 +330,7 @@ impl Cache {
     /// `keeps` names, what lies below its first position and from its second on.
     pub(super) fn write_row(
         &mut self,
-        block: &super::read::Block<'_>,
+        block: &Block<'_>,
         entry: &Entry,
         slot: u32,
         limit: u32,
@@ -347,6 +366,13 @@ impl Cache {
         Ok(())
     }
 
+    /// Nothing of what was written into slots is kept.
+    pub(super) fn unstage_slots(&mut self, stage: &SlotStage) {
+        for kept in &stage.kept {
+            self.scrub_released_slot(kept.slot);
+        }
+    }
+
     /// Makes what was written into slots be found.
     pub(super) fn commit_slots(&mut self, stage: &SlotStage) {
         let (groups, count) = (self.plan.groups.len(), stage.len());
@@ -363,10 +389,7 @@ impl Cache {
             share.released = count - at as u64;
             let name = &mut reuse.names[slot as usize];
             name.namespace = namespace;
-            name.epoch = reuse.epoch;
-            let record = self.seqs.record_mut(slot);
-            record.dirty = record.dirty.max(record.written);
-            record.written = len;
+            name.epoch = Some(reuse.epoch);
             for group in 0..groups {
                 self.seqs.state_mut(slot, group).holds_from = stage.holds_from[at * groups + group];
             }

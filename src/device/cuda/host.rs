@@ -64,6 +64,26 @@ unsafe fn put(
     Ok(())
 }
 
+/// Copies any number of bytes to the device, a buffer of the ring after the other. Nothing is waited
+/// for but buffers.
+///
+/// # Safety
+/// As [`put`].
+pub(super) unsafe fn put_all(
+    ring: &mut Ring,
+    cx: &Entered<'_>,
+    stream: Stream,
+    mut to: u64,
+    bytes: &[u8],
+) -> Result<(), DeviceError> {
+    for part in bytes.chunks(ring.slot_bytes()) {
+        // SAFETY: the caller's promise.
+        unsafe { put(ring, cx, stream, to, [part, &[]]) }?;
+        to += part.len() as u64;
+    }
+    Ok(())
+}
+
 /// So many elements at an address of the workspace.
 pub(super) fn at(address: u64, len: usize, dtype: DType) -> DeviceTensor {
     // SAFETY: the workspace is there as long as the device, and its stream's order is what keeps

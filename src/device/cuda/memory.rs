@@ -137,6 +137,11 @@ impl Ring {
         self.waits
     }
 
+    /// Bytes of a buffer.
+    pub(super) const fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
     /// Hands the next buffer to `work`, which puts copies from it or to it into the stream. Waits
     /// for the buffer's earlier copies. Gives what `work` gives, and the buffer's number.
     ///
@@ -159,8 +164,9 @@ impl Ring {
         // Also after a failure: some copies may be under way. That failure is the one to tell of.
         let recorded = cx.record(&self.events[slot], stream);
         if recorded.is_err() {
-            // Nothing tells when the buffer's copies are done, but the end of all.
-            cx.wait_for_stream(stream)?;
+            // Nothing tells when the buffer's copies are done, but the end of all. Where that fails
+            // too, the driver is broken, and every later call says so.
+            let _ = cx.wait_for_stream(stream);
         }
         let value = result?;
         recorded?;

@@ -498,14 +498,10 @@ impl Device for CudaDevice {
 
     fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = self.pool.range(offset, bytes.len() as u64)?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        let cx = self.context.enter()?;
-        cx.no_capture(self.stream)?;
-        // SAFETY: it lies in the pool; `bytes` is borrowed until the copy is done, pinned or not.
-        unsafe { cx.upload(to, bytes, self.stream) }?;
-        cx.wait_for_stream(self.stream)
+        let context = Arc::clone(&self.context);
+        let cx = context.enter()?;
+        // SAFETY: it lies in the pool.
+        unsafe { host::put_all(&mut self.tensor_ring, &cx, self.stream, to, bytes) }
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
