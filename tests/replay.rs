@@ -304,6 +304,37 @@ fn edge_33_rates_are_0_for_nothing_and_never_above_the_ceiling() {
     [[variant]]
     name = 'one-block-more'
     capacity = 'tokens:160'
+#[test]
+fn answers_whose_first_is_refused_run_all_the_same() {
+    // The first answer is the longest: of many prompts it is refused, and shorter ones are not.
+    let answers = "
+    [workload]
+    kind = 'generator'
+    compute = 'none'
+    seed = 3
+    requests = 80
+    answers = { dist = 'fixed', value = 4 }
+    prompt_tokens = { dist = 'uniform', min = 20, max = 90 }
+    output_tokens = { dist = 'uniform', min = 100, max = 240 }
+    arrivals = 'poisson'
+    requests_per_s = 10.0
+    ";
+    let variants = "
+    [[sweep]]
+    mode = ['contiguous', 'paged', 'hybrid', 'dynamic']
+    capacity = ['tokens:2048', 'tokens:1024']
+    ";
+    let report = run(&source(&[MODEL, answers, variants]));
+    assert!(problems(&report).is_empty(), "{:?}", problems(&report));
+    for run in done(&report) {
+        let name = &run.variant;
+        let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
+        assert_eq!(run.requests_completed + refused, 80, "{name}");
+        assert!(refused > 5 && run.requests_completed > 40, "{name}: {refused}");
+        assert_eq!(run.forks > 0, !name.starts_with("dynamic"), "{name}: {}", run.forks);
+    }
+}
+
     ";
     let report = run(&source(&[MODEL, &same, variants]));
     let [on, off, tight] = done(&report)[..] else { panic!("three") };

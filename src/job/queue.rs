@@ -12,6 +12,9 @@ pub(super) struct Queue<'a> {
     requests: &'a [Request],
     /// Which requests were not refused for ever. `[requests]`
     accepted: Vec<bool>,
+    /// Which of them are forked from the one before them that is not, and do not come by themselves.
+    /// `[requests]`
+    forked: Vec<bool>,
     /// When each arrived. `[requests]`
     arrived_ns: Vec<u64>,
     pub(super) waiting: VecDeque<u32>,
@@ -20,7 +23,7 @@ pub(super) struct Queue<'a> {
     /// Conversations that are open, and how many may be.
     open: u32,
     most_open: Option<u32>,
-    /// Whether other answers to a prompt come by themselves, and are not forked.
+    /// Whether other answers to a prompt come by themselves, and none is forked.
     forks_come: bool,
     /// Later turns that come when their time has come.
     later: BinaryHeap<Reverse<(u64, u32)>>,
@@ -36,6 +39,7 @@ impl<'a> Queue<'a> {
         Self {
             requests,
             accepted: vec![false; requests.len()],
+            forked: vec![false; requests.len()],
             arrived_ns: vec![0; requests.len()],
             waiting: VecDeque::with_capacity(requests.len()),
             unopened: 0,
@@ -47,9 +51,17 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Notes that a request can run.
+    /// Notes that a request can run. Requests are accepted in the order of the list: of the answers
+    /// to a prompt the first that is comes by itself, and those behind it are its forks.
     pub(super) fn accept(&mut self, index: usize) {
+        let mut others = (1..=index).rev().take_while(|at| self.requests[*at].is_fork);
+        self.forked[index] = !self.forks_come && others.any(|at| self.accepted[at - 1]);
         self.accepted[index] = true;
+    }
+
+    /// Whether a request is forked from one before it that can run.
+    pub(super) fn is_forked(&self, index: u32) -> bool {
+        self.forked[index as usize]
     }
 
     /// When a request arrived.
@@ -111,9 +123,7 @@ impl<'a> Queue<'a> {
             return None;
         }
         let is_first = |&index: &usize| {
-            let request = &self.requests[index];
-            let comes = !request.is_fork || self.forks_come;
-            request.turn == 0 && comes && self.accepted[index]
+            self.requests[index].turn == 0 && !self.forked[index] && self.accepted[index]
         };
         self.unopened =
             (self.unopened..self.requests.len()).find(is_first).unwrap_or(self.requests.len());
@@ -198,6 +208,17 @@ mod tests {
             queue.arrive();
             assert_eq!(queue.waiting, expected);
         }
+    }
+
+    #[test]
+    fn where_the_first_answer_is_refused_the_next_one_is_forked() {
+        let fork = Request { is_fork: true, ..request(0, 0, 0) };
+        let requests = [request(0, 0, 0), fork, fork, fork, request(0, 0, 0), fork];
+        let mut queue = Queue::new(&requests, None, false);
+        [2, 3, 4, 5].into_iter().for_each(|index| queue.accept(index));
+        queue.arrive();
+        assert_eq!(queue.waiting, [2, 4]);
+        assert_eq!([2, 3, 4, 5].map(|index| queue.is_forked(index)), [false, true, false, true]);
     }
 
     #[test]

@@ -25,7 +25,8 @@
 //! bound.
 //!
 //! **Other answers** to a prompt are forks of its sequence, made when the prompt is computed. One that
-//! the cache has no room for joins the queue like any other request.
+//! the cache has no room for joins the queue like any other request. Where the first answer can never run,
+//! the others are forks of the first that can.
 //!
 //! **What can never run** is refused before the first step and never waits.
 //!
@@ -373,7 +374,7 @@ impl<'a, W: Work> Scheduler<'a, W> {
             if task.len == request.prompt_tokens && task.first_ns == 0 {
                 // Computed again it is not the first any more.
                 task.first_ns = self.queue.now_ns;
-                if !request.is_fork {
+                if !self.queue.is_forked(index) {
                     let began = Instant::now();
                     self.fork(index, sequence)?;
                     *in_cache += began.elapsed();
@@ -395,7 +396,7 @@ impl<'a, W: Work> Scheduler<'a, W> {
                     done_ns: self.queue.now_ns,
                     output_tokens: request.output_tokens,
                 });
-                if !request.is_fork {
+                if !self.queue.is_forked(index) {
                     self.queue.arrive_after(index);
                 }
                 done += 1;

@@ -50,7 +50,8 @@ pub struct Request {
     /// order.
     pub arrival: u32,
     /// Whether it is another answer to the prompt of the request before it: a fork of that one's
-    /// sequence. Such requests stand behind the one that is forked.
+    /// sequence, or of the first answer's that can run. Such requests stand behind the one that is
+    /// forked.
     pub is_fork: bool,
     /// Which turn of its conversation it is, counted from 0. Turn n + 1 stands behind turn n in
     /// the list, and arrives when that is done.
