@@ -121,6 +121,23 @@ fn variants_differ_where_they_must() {
     let dynamic = done(&report)[0];
     assert!(dynamic.alloc_failures > 0 && dynamic.requests_completed == 60);
     assert!(dynamic.alloc_failures_with_room <= dynamic.alloc_failures);
+    assert!(dynamic.alloc_failures_with_room > 0 && dynamic.worst_free_bytes > 0);
+    assert_eq!(dynamic.free_without_1gb_run, 0, "the pool has no gigabyte");
+}
+
+#[test]
+fn a_file_of_prompts_is_said_to_be_for_run() {
+    let mut prompts = source(&[MODEL.split("cost =").next().expect("the rest")]);
+    let plain = replay(&prompts, &ReplayOptions::default(), &Silent).expect_err("nothing to run");
+    assert!(plain.to_string().contains("no [workload] section and no [generate]"), "{plain}");
+    let generate = "{\"engine\": \"model\", \"prompts\": \"prompts.jsonl\"}";
+    prompts.config.generate = Some(serde_json::from_str(generate).expect("a table"));
+    let replayed = replay(&prompts, &ReplayOptions::default(), &Silent).expect_err("of a model");
+    let computed = kvpool::job::run(&prompts, &mut Silent).expect_err("of a model");
+    for error in [replayed, computed] {
+        let error = error.to_string();
+        assert!(error.contains("has [generate] and no [workload]; use `kvpool run`"), "{error}");
+    }
 }
 
 /// A trace whose prompts share blocks, a line every `gap` milliseconds.

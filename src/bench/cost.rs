@@ -1,17 +1,19 @@
-//! `kvpool bench cost`: the constants of `[cost]` on this machine, for the model, format and mode of a
-//! file.
+//! `kvpool bench cost`: the cache's part of `[cost]` on this machine's CPU, for the model, format and mode
+//! of a file.
 //!
 //! A few kinds of steps are timed on a cache with a few of the model's layers: one decoding sequence
 //! with nearly no context, several with longer ones, and chunks of a prompt. The three constants are
 //! those with which the cost model is nearest to all of them, and how far it is off is printed: it
 //! knows nothing of a processor's caches, nor that a token of a prompt takes longer the more stands
-//! before it. What is timed are the cache's verbs: a model's own arithmetic is not in it.
+//! before it. What is timed are the cache's verbs on the CPU: a model's own arithmetic is not in it.
 
 use std::time::Instant;
 
 use super::read_gbps;
 use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
-use crate::config::{Admission, CacheMode, Capacity, Config, Geometry, Source};
+use crate::config::{
+    Admission, CacheMode, Capacity, Config, DeviceKind, Geometry, Source, StaticScale,
+};
 use crate::error::{CacheError, JobError};
 use crate::plan::Plan;
 use crate::units::LayerIdx;
@@ -80,8 +82,11 @@ impl TimedStep {
 /// Measures.
 ///
 /// # Errors
-/// A cache that cannot be opened here.
+/// [`JobError::CpuAlone`] for a file that names another device; a cache that cannot be opened here.
 pub fn run(source: &Source) -> Result<Cost, JobError> {
+    if source.config.device.kind != DeviceKind::Cpu {
+        return Err(JobError::CpuAlone { path: source.path.clone() });
+    }
     let variant = || "bench cost".to_owned();
     let (config, geometry) = reduced(source);
     let open = |source| JobError::Open { variant: variant(), source };
@@ -118,7 +123,7 @@ pub fn run(source: &Source) -> Result<Cost, JobError> {
 /// The file's cache with few layers and sequences, and without what has no part in a step's time.
 fn reduced(source: &Source) -> (Config, Geometry) {
     let mut config = source.config.clone();
-    (config.workload, config.cost, config.goals) = (None, None, None);
+    (config.workload, config.generate, config.cost, config.goals) = (None, None, None, None);
     (config.variant, config.sweep) = (Vec::new(), Vec::new());
     let context = CONTEXT.min(config.limits.max_seq_len.saturating_sub(2 * CHUNK)).max(64);
     config.limits.max_seqs = SEQS;
@@ -127,7 +132,10 @@ fn reduced(source: &Source) -> (Config, Geometry) {
     config.limits.max_step_tokens = Some(CHUNK);
     config.pool.capacity = Capacity::WorstCase;
     config.pool.typical_seq_len = None;
+    // Rings are as long as contexts where no layer has a window.
+    config.limits.max_rewind_tokens = 0;
     config.cache.prefix_reuse = false;
+    config.cache.event_buffer = 0;
     config.cache.admission = Admission::Guaranteed;
     config.cache.watermark_blocks = 0;
     config.device.memory_limit = None;
@@ -138,8 +146,18 @@ fn reduced(source: &Source) -> (Config, Geometry) {
     }
     let mut geometry = source.geometry.clone();
     geometry.num_layers = geometry.num_layers.min(MOST_LAYERS);
-    geometry.windows = vec![0; geometry.num_layers as usize];
+    let layers = geometry.num_layers as usize;
+    geometry.windows = vec![0; layers];
     geometry.sink_tokens = 0;
+    if let Some(rope) = &mut config.rope {
+        rope.window_theta = None;
+    }
+    let int8 = config.cache.int8.iter_mut();
+    for scale in int8.flat_map(|int8| [&mut int8.k_scale, &mut int8.v_scale]) {
+        if let Some(StaticScale::PerLayer(scales)) = scale {
+            scales.truncate(layers);
+        }
+    }
     (config, geometry)
 }
 
@@ -283,7 +301,64 @@ impl Rig {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::config::{load, parse};
+
+    /// Every file that is there, and settings that the reduced cache cannot have.
+    #[test]
+    fn every_good_file_can_be_measured() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
+        let all = ["", "claims", "replay"].map(|name| std::fs::read_dir(folder.join(name)));
+        let all = all.into_iter().flat_map(|entries| entries.expect("a folder"));
+        let paths = all.map(|entry| entry.expect("an entry").path());
+        let mut sources: Vec<Source> = paths
+            .filter(|path| path.extension().is_some_and(|kind| kind == "toml"))
+            .map(|path| load(&path, &[]).unwrap_or_else(|error| panic!("{error}")))
+            .collect();
+        assert!(sources.len() > 20);
+        let scales = "[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]";
+        for more in [
+            "cache.event_buffer = 4096".to_owned(),
+            "limits.max_rewind_tokens = 3000".to_owned(),
+            format!(
+                "cache.format = 'int8'\ncache.int8.scale = 'per-tensor'\n\
+                 cache.int8.k_scale = {scales}\ncache.int8.v_scale = {scales}"
+            ),
+            "model.attention_window = [64, 0]\nmodel.sink_tokens = 4\nrope.theta = 1e6\n\
+             rope.window_theta = 1e4"
+                .to_owned(),
+        ] {
+            let text = format!(
+                "{more}
+                model.num_layers = 6
+                model.num_q_heads = 4
+                model.num_kv_heads = 2
+                model.head_dim = 64
+                limits.max_seqs = 2
+                limits.max_seq_len = 4096
+                limits.max_batch_tokens = 256
+                cache.mode = 'paged'"
+            );
+            let source = parse(&text, Path::new("t.toml"), &[]);
+            sources.push(source.unwrap_or_else(|error| panic!("{error}")));
+        }
+        for source in &sources {
+            let (config, geometry) = reduced(source);
+            if let Err(error) = Plan::new(&config, &geometry) {
+                panic!("{}: {error}", source.path.display());
+            }
+        }
+    }
+
+    #[test]
+    fn a_gpu_is_not_taken_for_the_cpu() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/quickstart.toml");
+        let source = load(&path, &["device.kind=cuda".to_owned()]).expect("there");
+        let error = run(&source).expect_err("not measured").to_string();
+        assert!(error.contains("measures the CPU alone"), "{error}");
+    }
 
     #[test]
     fn the_constants_give_the_times_that_they_were_made_from() {

@@ -9,7 +9,7 @@
 
 use std::time::Instant;
 
-use crate::config::Source;
+use crate::config::{CacheMode, Capacity, Source};
 use crate::error::JobError;
 use crate::plan::Plan;
 
@@ -20,6 +20,9 @@ const MOST_BYTES: u64 = 1 << 30;
 /// The longest prompt and the longest answer.
 const PROMPT: u32 = 512;
 const ANSWER: u32 = 256;
+
+/// The longest sequence.
+pub const MOST_TOKENS: u32 = PROMPT + ANSWER;
 
 /// One arm.
 #[derive(Clone, Debug)]
@@ -107,9 +110,12 @@ struct Seq {
 /// A file that cannot be planned.
 pub fn run(source: &Source) -> Result<OnDemand, JobError> {
     let mut config = source.config.clone();
-    if config.cache.mode == crate::config::CacheMode::Dynamic {
-        config.cache.mode = crate::config::CacheMode::Paged;
+    if config.cache.mode == CacheMode::Dynamic {
+        config.cache.mode = CacheMode::Paged;
     }
+    // The size of a block is asked for, and no pool is made.
+    config.pool.capacity = Capacity::WorstCase;
+    config.pool.typical_seq_len = None;
     let plan = Plan::new(&config, &source.geometry).map_err(|error| JobError::Open {
         variant: "bench on-demand".to_owned(),
         source: error.into(),
@@ -117,7 +123,7 @@ pub fn run(source: &Source) -> Result<OnDemand, JobError> {
     let token_bytes = plan.bytes_per_token.get().max(1);
     let tokens_per_block = plan.tokens_per_block.max(1);
     let block_bytes = token_bytes * u64::from(tokens_per_block);
-    let longest = u64::from(PROMPT + ANSWER).div_ceil(u64::from(tokens_per_block)) * block_bytes;
+    let longest = u64::from(MOST_TOKENS).div_ceil(u64::from(tokens_per_block)) * block_bytes;
     let seqs = u32::try_from((MOST_BYTES / longest).clamp(2, 16)).unwrap_or(2);
     let each = longest / block_bytes;
     let (size, count) = (
@@ -234,7 +240,8 @@ mod tests {
         let text = "
             model = { num_layers = 2, num_q_heads = 2, num_kv_heads = 2, head_dim = 128 }
             limits = { max_seqs = 2, max_seq_len = 64, max_batch_tokens = 32 }
-            cache = { mode = 'paged', tokens_per_block = 16 }";
+            cache = { mode = 'paged', tokens_per_block = 16 }
+            pool = { capacity = 'budget:90%', typical_seq_len = 32 }";
         let source = crate::config::parse(text, "t".as_ref(), &[]).expect("fine");
         let measured = run(&source).expect("plans");
         assert_eq!((measured.block_bytes, measured.seqs), (16 * 2048, 16));

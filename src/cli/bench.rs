@@ -40,7 +40,7 @@ enum What {
     Manager(ManagerArgs),
     /// Measure the C interface beside the Rust API: reserve and commit of 256 sequences
     Capi(ManagerArgs),
-    /// Measure a file's [cost] on this machine, and print it as TOML
+    /// Measure the cache's part of a file's [cost] on this machine's CPU, and print it as TOML
     Cost(super::File),
     /// Measure steps over memory that is there beside steps that allocate it: time, page faults
     OnDemand(super::File),

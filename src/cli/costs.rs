@@ -94,7 +94,7 @@ pub(super) fn on_demand(file: &File, as_json: bool) -> Result<(), CliError> {
     let mut text = format!(
         "{} of up to {} at once, blocks of {} ({}), {} taken; times of a step in ms\n\n",
         counted((*seqs).into(), "sequence"),
-        counted(768, "token"),
+        counted(on_demand::MOST_TOKENS.into(), "token"),
         counted((*tokens_per_block).into(), "token"),
         Bytes(*block_bytes).human(),
         grouped(*blocks)

@@ -245,6 +245,8 @@ impl CliError {
                 | Self::Manager(ManagerError::NoSuchCase { .. })
                 | Self::Bench(BenchError::NoSuchShape { .. })
                 | Self::Crossing(CrossingError::NoSuchCall { .. })
+                        | JobError::Generates { .. }
+                        | JobError::CpuAlone { .. }
         )
     }
 }

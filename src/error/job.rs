@@ -22,7 +22,7 @@ pub enum JobError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The file names no workload.
-    #[error("{}: has no [workload] section (and no [generate]), so there is nothing to run; add one (see configs/quickstart.toml), or use `kvpool plan`", path.display())]
+    #[error("{}: has no [workload] section and no [generate], so there is nothing to run; add one (see configs/quickstart.toml), or use `kvpool plan`", path.display())]
     NoWorkload {
         /// The file.
         path: PathBuf,
@@ -30,6 +30,18 @@ pub enum JobError {
     /// The file computes attention where only a replay is meant.
     #[error("{}: computes attention; give its [workload] compute = \"none\" and add [cost] (see configs/claims), or use `kvpool run`", path.display())]
     Computes {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file has prompts to complete, and no workload.
+    #[error("{}: has [generate] and no [workload]; use `kvpool run`, which completes its prompts", path.display())]
+    Generates {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A measurement that is of the CPU alone.
+    #[error("{}: device.kind is \"cuda\", and `kvpool bench cost` measures the CPU alone; give --set device.kind=cpu for the CPU's, and take a GPU's [cost] from its data sheet", path.display())]
+    CpuAlone {
         /// The file.
         path: PathBuf,
     },

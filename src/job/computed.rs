@@ -11,7 +11,7 @@ use super::formula::Formula;
 use super::output::{prepare, read_results, replace};
 use super::replay::{WorkloadSummary, fingerprint, summarize};
 use super::report::{Comparison, FailedRun, Report, Run};
-use super::{Job, Observer, output, workload};
+use super::{Job, Observer, output, workload, workload_of};
 use crate::config::{Compute, Source};
 use crate::error::JobError;
 use crate::plan::KvFormat;
@@ -66,9 +66,7 @@ pub fn compute(
     options: &ComputeOptions<'_>,
     observer: &mut dyn Observer,
 ) -> Result<Computed, JobError> {
-    let Some(workload) = &source.config.workload else {
-        return Err(JobError::NoWorkload { path: source.path.clone() });
-    };
+    let workload = workload_of(source)?;
     if workload.compute == Compute::None {
         return Err(JobError::Replays { path: source.path.clone() });
     }

@@ -56,7 +56,7 @@ use scheduler::Scheduler;
 use workload::Request;
 
 use crate::cache::Cache;
-use crate::config::{Config, Geometry, Source};
+use crate::config::{Config, Geometry, Source, WorkloadConfig};
 use crate::device::{ResolvedBudget, resolve_budget};
 use crate::error::{CacheError, JobError, OpenError};
 use crate::plan::Plan;
@@ -122,6 +122,19 @@ struct Job<'a> {
 pub fn run(source: &Source, observer: &mut dyn Observer) -> Result<Report, JobError> {
     let computed = computed::compute(source, &computed::ComputeOptions::default(), observer)?;
     Ok(Report::new(computed.runs.into_iter().map(|run| run.run).collect()))
+}
+
+/// What the file's workload is.
+///
+/// # Errors
+/// [`JobError::Generates`] and [`JobError::NoWorkload`] for a file that has none.
+fn workload_of(source: &Source) -> Result<&WorkloadConfig, JobError> {
+    let path = || source.path.clone();
+    match &source.config.workload {
+        Some(workload) => Ok(workload),
+        None if source.config.generate.is_some() => Err(JobError::Generates { path: path() }),
+        None => Err(JobError::NoWorkload { path: path() }),
+    }
 }
 
 impl Job<'_> {

@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use super::meter::{float, mean};
 use super::tokens::Tokens;
 use super::workload::{self, Request, Requests};
+use super::workload_of;
 use crate::config::{Compute, Config, Geometry, Source};
 use crate::error::JobError;
 use variant::Replayer;
@@ -77,9 +78,7 @@ pub fn replay(
     options: &ReplayOptions<'_>,
     observer: &dyn ReplayObserver,
 ) -> Result<Replay, JobError> {
-    let Some(workload) = &source.config.workload else {
-        return Err(JobError::NoWorkload { path: source.path.clone() });
-    };
+    let workload = workload_of(source)?;
     if workload.compute != Compute::None {
         return Err(JobError::Computes { path: source.path.clone() });
     }
