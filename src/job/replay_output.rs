@@ -19,6 +19,7 @@ const COLUMNS: &[&str] = &[
     "tokens_per_block",
     "admission",
     "prefix_reuse",
+    "other_settings",
     "capacity",
     "pool_bytes",
     "host_bytes",

@@ -2,6 +2,7 @@
 //! nothing to show.
 
 use super::chart::{Axis, Chart, curve_legend, figure};
+use super::memory::left_out;
 use super::number::{bytes, ms, percent, trimmed};
 use super::overview::{capacity, rate};
 use crate::job::meter::float;
@@ -26,6 +27,7 @@ pub(super) fn latency(runs: &[&VariantResult]) -> String {
          better.</p>"
         .to_owned();
     text.push_str(&curve_legend(drawn.iter().map(|run| run.variant.as_str())));
+    left_out(&mut text, drawn.len(), runs.len(), "variants");
     text.push_str("<div class=\"grid\">");
     for (title, of) in kinds {
         let numbers = drawn.iter().flat_map(|run| of(run).iter().copied());
@@ -48,14 +50,17 @@ pub(super) fn latency(runs: &[&VariantResult]) -> String {
 struct Families<'a> {
     names: Vec<String>,
     list: Vec<Vec<&'a VariantResult>>,
+    /// How many there are, those included that are too many to be drawn.
+    all: usize,
 }
 
-/// What a variant is called by, one word each, but for the setting that is `left_out`.
-fn words(run: &VariantResult, left_out: &str) -> Vec<String> {
+/// What a variant is called by, one word each, `but_for` one setting.
+fn words(run: &VariantResult, but_for: &str) -> Vec<String> {
     let mode = run.mode.map_or("", crate::config::CacheMode::name).to_owned();
     let mut words = vec![mode, run.format.clone(), run.admission.clone()];
     words.push(if run.prefix_reuse { "reuse" } else { "no reuse" }.to_owned());
-    match left_out {
+    words.push(run.other_settings.clone());
+    match but_for {
         "block" => words.push(capacity(&run.capacity)),
         _ => words.push(match run.tokens_per_block {
             0 => "no blocks".to_owned(),
@@ -68,12 +73,12 @@ fn words(run: &VariantResult, left_out: &str) -> Vec<String> {
 impl<'a> Families<'a> {
     fn of(
         runs: impl Iterator<Item = &'a VariantResult>,
-        left_out: &str,
+        but_for: &str,
         over: fn(&VariantResult) -> u64,
     ) -> Self {
         let mut families: Vec<(Vec<String>, Vec<&VariantResult>)> = Vec::new();
         for run in runs {
-            let words = words(run, left_out);
+            let words = words(run, but_for);
             match families.iter_mut().find(|(of, _)| *of == words) {
                 Some((_, family)) => family.push(run),
                 None => families.push((words, vec![run])),
@@ -82,7 +87,14 @@ impl<'a> Families<'a> {
         for (_, family) in &mut families {
             family.sort_by_key(|run| over(run));
         }
-        families.retain(|(_, family)| over(family[0]) != over(family[family.len() - 1]));
+        families.retain_mut(|(_, family)| {
+            // Two capacities may come to one pool, and then to one result. A curve that is at two places at
+            // once would be of two settings.
+            let figures = |run: &VariantResult| (run.mean_running, run.simulated_s);
+            family.dedup_by(|a, b| over(a) == over(b) && figures(a) == figures(b));
+            family.len() > 1 && family.windows(2).all(|pair| over(pair[0]) < over(pair[1]))
+        });
+        let all = families.len();
         families.truncate(MOST_CURVES);
         // What all have in common tells none from another.
         let common = |at: usize| families.iter().all(|(words, _)| words[at] == families[0].0[at]);
@@ -90,11 +102,12 @@ impl<'a> Families<'a> {
             let own: Vec<&str> = (0..words.len())
                 .filter(|at| families.len() == 1 && *at < 3 || !common(*at))
                 .map(|at| words[at].as_str())
+                .filter(|word| !word.is_empty())
                 .collect();
-            own.join(", ")
+            if own.is_empty() { words[..2].join(", ") } else { own.join(", ") }
         };
         let names = families.iter().map(|(words, _)| name(words)).collect();
-        Self { names, list: families.into_iter().map(|(_, family)| family).collect() }
+        Self { names, list: families.into_iter().map(|(_, family)| family).collect(), all }
     }
 }
 
@@ -109,6 +122,7 @@ fn draw(
     line: Option<f64>,
 ) -> String {
     let mut text = curve_legend(families.names.iter().map(String::as_str));
+    left_out(&mut text, families.list.len(), families.all, "curves");
     text.push_str("<div class=\"grid\">");
     for (at, (title, of, write)) in kinds.iter().enumerate() {
         let runs = || families.list.iter().flatten();
@@ -177,4 +191,53 @@ pub(super) fn pool_size(runs: &[&VariantResult], ceiling: f64) -> String {
     let over = |run: &VariantResult| float(run.pool_bytes);
     text.push_str(&draw(&families, &kinds, over, ("pool", bytes), reuse.then_some(ceiling)));
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::CacheMode;
+
+    fn run(tokens_per_block: u32, settings: &str, mean_running: f64) -> VariantResult {
+        let mut run = VariantResult {
+            variant: format!("b{tokens_per_block} {settings}"),
+            mode: Some(CacheMode::Hybrid),
+            format: "f16".to_owned(),
+            tokens_per_block,
+            other_settings: settings.to_owned(),
+            mean_running,
+            requests_completed: 1,
+            ..VariantResult::default()
+        };
+        run.first_token_ms.curve = vec![0.0, 1.0, 2.0];
+        run
+    }
+
+    fn families<'a>(runs: &'a [VariantResult]) -> Families<'a> {
+        Families::of(runs.iter(), "block", |run| u64::from(run.tokens_per_block))
+    }
+
+    #[test]
+    fn a_curve_joins_variants_that_differ_in_one_setting() {
+        let runs =
+            [run(8, "", 1.0), run(16, "", 2.0), run(8, "first:4", 3.0), run(16, "first:4", 4.0)];
+        let found = families(&runs);
+        assert_eq!(found.list.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
+        assert_eq!(found.names, ["hybrid, f16", "first:4"]);
+        // What differs in a way that is not in the results is no curve; what is the same is one point.
+        let runs = [run(8, "", 1.0), run(8, "", 5.0), run(16, "", 2.0)];
+        assert!(families(&runs).list.is_empty());
+        let runs = [run(8, "", 1.0), run(8, "", 1.0), run(16, "", 2.0)];
+        assert_eq!(families(&runs).list[0].len(), 2);
+    }
+
+    #[test]
+    fn what_is_too_much_to_draw_is_said() {
+        let runs: Vec<_> =
+            (0..30).flat_map(|i| [8, 16].map(|b| run(b, &format!("watermark {i}"), 1.0))).collect();
+        let runs: Vec<_> = runs.iter().collect();
+        assert!(block_size(&runs).contains("<p>The first 24 of 30 curves.</p>"));
+        assert!(latency(&runs).contains("<p>The first 24 of 60 variants.</p>"));
+        assert!(!latency(&runs[..24]).contains("The first"));
+    }
 }

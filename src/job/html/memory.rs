@@ -95,7 +95,8 @@ pub(super) fn over_time(runs: &[&VariantResult]) -> String {
     };
     let kinds = KINDS.iter().filter(|(_, _, part)| there(*part));
     text.push_str(&legend(kinds.map(|(color, name, _)| ((*color).to_owned(), *name))));
-    left_out(&mut text, drawn.len(), runs.iter().filter(|run| run.series.len() > 1).count());
+    let all = runs.iter().filter(|run| run.series.len() > 1).count();
+    left_out(&mut text, drawn.len(), all, "variants");
     text.push_str("<div class=\"grid\">");
     for run in drawn {
         let at: Vec<f64> = run.series.iter().map(|point| point.at_s).collect();
@@ -124,9 +125,9 @@ pub(super) fn over_time(runs: &[&VariantResult]) -> String {
 }
 
 /// Says how many are not drawn.
-fn left_out(text: &mut String, drawn: usize, all: usize) {
+pub(super) fn left_out(text: &mut String, drawn: usize, all: usize, what: &str) {
     if drawn < all {
-        let _ = write!(text, "<p>The first {drawn} of {all} variants.</p>");
+        let _ = write!(text, "<p>The first {drawn} of {all} {what}.</p>");
     }
 }
 
@@ -135,6 +136,7 @@ pub(super) fn fragmentation(runs: &[&VariantResult]) -> String {
     let broken = |run: &&&VariantResult| {
         run.series.len() > 1 && run.series.iter().any(|point| point.largest_run < point.free)
     };
+    let all = runs.iter().filter(broken).count();
     let drawn: Vec<_> = runs.iter().filter(broken).take(MOST_DRAWN).collect();
     if drawn.is_empty() {
         return String::new();
@@ -143,6 +145,7 @@ pub(super) fn fragmentation(runs: &[&VariantResult]) -> String {
          too short, however much is free in all. Blocks can be anywhere, so paged variants have nothing to show here.</p>"
         .to_owned();
     text.push_str(&curve_legend(["free", "largest free piece"].into_iter()));
+    left_out(&mut text, drawn.len(), all, "variants");
     text.push_str("<div class=\"grid\">");
     for run in drawn {
         let end = run.series.last().map_or(1.0, |point| point.at_s).max(1e-9);
@@ -189,7 +192,7 @@ pub(super) fn pictures(runs: &[&VariantResult]) -> String {
         |kind: usize| drawn.iter().any(|(_, picture)| parts(picture).any(|cell| cell[kind] > 0));
     let kinds = CELLS.iter().enumerate().filter(|(kind, _)| there(*kind));
     text.push_str(&legend(kinds.map(|(_, (color, name))| ((*color).to_owned(), *name))));
-    left_out(&mut text, drawn.len(), all.count());
+    left_out(&mut text, drawn.len(), all.count(), "variants");
     text.push_str("<div class=\"grid\">");
     for (run, picture) in drawn {
         let per_cell = if picture.unit == "byte" {

@@ -29,8 +29,16 @@ fn refused(run: &VariantResult) -> u64 {
     run.requests_refused_too_long + run.requests_refused_never_fits
 }
 
-/// A few sentences: who is first in what matters, and by how much. Nothing where all are the same.
+/// Whether a variant served anybody: what served nobody waited for nothing and wasted nothing.
+fn served_any(run: &VariantResult) -> bool {
+    run.requests_completed > 0
+}
+
+/// A few sentences: who is first in what matters, and by how much. Nothing where all are the same, and
+/// nothing of those that served nobody.
 pub(super) fn in_short(runs: &[&VariantResult]) -> String {
+    let with_results: Vec<&VariantResult> =
+        runs.iter().copied().filter(|run| served_any(run)).collect();
     let goals = runs.iter().any(|run| run.goodput_per_s.is_some());
     let served = if goals { "requests a second within the goals" } else { "requests a second" };
     let most: [Merit; 5] = [
@@ -48,7 +56,7 @@ pub(super) fn in_short(runs: &[&VariantResult]) -> String {
     ];
     let mut text = String::new();
     for (does, what, value, write, more) in most {
-        let mut sorted = runs.to_vec();
+        let mut sorted = with_results.clone();
         sorted.sort_by(|a, b| {
             if more { value(b).total_cmp(&value(a)) } else { value(a).total_cmp(&value(b)) }
         });
@@ -56,7 +64,7 @@ pub(super) fn in_short(runs: &[&VariantResult]) -> String {
         let (top, bottom) = (write(value(best)), write(value(worst)));
         let ties = sorted.iter().filter(|run| write(value(run)) == top).count();
         // What differs by less than this is not worth a sentence.
-        let alike = (value(best) - value(worst)).abs() < 0.03 * value(best).max(value(worst));
+        let alike = (value(best) - value(worst)).abs() <= 0.03 * value(best).max(value(worst));
         if alike || ties > 1 {
             continue;
         }
@@ -142,11 +150,13 @@ fn table_of(runs: &[&VariantResult], columns: &[Column]) -> String {
     for run in runs {
         let _ = write!(text, "<tr><td>{}</td>", escaped(&run.variant));
         for Column { value, write, best, .. } in columns {
-            let all = || runs.iter().map(|run| value(run));
+            let all = || runs.iter().filter(|run| served_any(run)).map(|run| value(run));
             let (least, most) = (all().fold(f64::MAX, f64::min), all().fold(f64::MIN, f64::max));
             let written = write(value(run));
             let is_best = best.is_some_and(|more| {
-                write(least) != write(most) && written == write(if more { most } else { least })
+                served_any(run)
+                    && write(least) != write(most)
+                    && written == write(if more { most } else { least })
             });
             let class = if is_best { " class=\"best\"" } else { "" };
             let _ = write!(text, "<td{class}>{written}</td>");
@@ -178,7 +188,7 @@ pub(super) fn details(runs: &[&VariantResult]) -> String {
         "used, most",
         "copied",
         "evicted",
-        "computed again or not found",
+        "computed, of all tokens",
     ] {
         let _ = write!(text, "<th>{name}</th>");
     }
@@ -219,4 +229,44 @@ pub(super) fn details(runs: &[&VariantResult]) -> String {
 pub(super) fn capacity(written: &str) -> String {
     let budget = written.strip_prefix("budget:").and_then(|bytes| bytes.parse::<u64>().ok());
     budget.map_or_else(|| written.to_owned(), |budget| bytes(float(budget)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(variant: &str, requests_completed: u64, waste: f64, p99: f64) -> VariantResult {
+        let mut run = VariantResult {
+            variant: variant.to_owned(),
+            requests_completed,
+            mean_block_waste_bytes: waste,
+            ..VariantResult::default()
+        };
+        run.first_token_ms.p99 = p99;
+        run
+    }
+
+    #[test]
+    fn one_variant_is_not_compared_with_itself() {
+        let (one, none) = (run("one", 5, 3e6, 7.0), run("none", 0, 0.0, 0.0));
+        assert_eq!(in_short(&[&one]), "");
+        assert_eq!(in_short(&[&one, &none]), "", "nor with one that served nobody");
+        assert_eq!(in_short(&[]), "");
+    }
+
+    #[test]
+    fn who_serves_nobody_is_best_in_nothing() {
+        let (good, bad) = (run("good", 5, 3e6, 7.0), run("bad", 5, 9e6, 70.0));
+        let none = run("none", 0, 0.0, 0.0);
+        let text = in_short(&[&good, &none, &bad]);
+        assert!(text.contains("<b>good</b> wastes the least"), "{text}");
+        assert!(text.contains("bad is last with") && !text.contains("none"), "{text}");
+        let table = table(&[&good, &none, &bad]);
+        let row = |name: &str| {
+            let (_, rest) = table.split_once(&format!("<tr><td>{name}</td>")).expect("a row");
+            rest.split_once("</tr>").expect("its end").0.to_owned()
+        };
+        assert!(row("good").contains("class=\"best\""), "{table}");
+        assert!(!row("none").contains("best") && !row("bad").contains("best"), "{table}");
+    }
 }

@@ -249,7 +249,8 @@ impl<'a> Dynamic<'a> {
             failures.worst_free = self.heap.free;
             failures.worst_largest = largest;
         }
-        if largest < GIGABYTE {
+        // A pool that is smaller than that never had such a run.
+        if largest < GIGABYTE && self.heap.bytes >= GIGABYTE {
             failures.free_without_gb = failures.free_without_gb.max(self.heap.free);
         }
     }

@@ -145,6 +145,10 @@ pub struct VariantResult {
     /// How often a request lost its memory and was computed again.
     pub preemptions: u64,
     /// Sequences that were forked: other answers to a prompt that is there.
+    /// What else of the settings variants may differ in: the contiguous layers of a hybrid plan, the
+    /// watermark, the buffer of events. Empty where there is nothing to say.
+    #[serde(default)]
+    pub other_settings: String,
     #[serde(default)]
     pub forks: u64,
     /// Seconds from the start to the end of the last request.
@@ -208,7 +212,8 @@ pub struct VariantResult {
     pub worst_free_bytes: u64,
     /// See `worst_free_bytes`.
     pub worst_largest_run: u64,
-    /// The most bytes that were free when such a try failed and no piece had 10⁹ bytes.
+    /// The most bytes that were free when such a try failed and no piece had 10⁹ bytes; 0 for a pool that
+    /// has fewer.
     #[serde(default)]
     pub free_without_1gb_run: u64,
     /// From a request's arrival to its first admission, in milliseconds.

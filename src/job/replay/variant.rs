@@ -10,14 +10,16 @@ use super::result::{Replayed, VariantFailure, VariantResult};
 use super::simulated::Simulated;
 use super::{ReplayObserver, Shared};
 use crate::cache::Cache;
-use crate::config::{Admission, CacheMode, Capacity, Config, CostConfig};
+use crate::config::{
+    Admission, CacheConfig, CacheMode, Capacity, Config, ContiguousLayers, CostConfig,
+};
 use crate::device::cpu::available_memory;
 use crate::device::{NullDevice, resolve_budget};
 use crate::error::{CacheError, OpenError, PlanError};
 use crate::job::meter::mean;
 use crate::job::scheduler::Scheduler;
 use crate::plan::Plan;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// Steps between two looks at whether to stop.
 const STEPS_AT_ONCE: u32 = 256;
@@ -137,6 +139,7 @@ impl<'a> Replayer<'a> {
             tokens_per_block: if paged { plan.tokens_per_block } else { 0 },
             admission: plan.admission.name().to_owned(),
             prefix_reuse: plan.reuse.is_on() && !dynamic,
+            other_settings: other_settings(&config.cache),
             capacity: config.pool.capacity.to_string(),
             pool_bytes: self.dynamic_bytes.unwrap_or(plan.pool_bytes.get()),
             host_bytes: if dynamic { 0 } else { plan.host_bytes.get() },
@@ -267,6 +270,25 @@ impl<'a> Replayer<'a> {
         result.free_without_1gb_run = failures.free_without_gb;
         true
     }
+}
+
+/// Settings that a variant can change, and that are not numbers of the result by themselves.
+fn other_settings(cache: &CacheConfig) -> String {
+    let mut settings = Vec::new();
+    if cache.mode == CacheMode::Hybrid {
+        let layers = cache.hybrid.clone().unwrap_or_default().contiguous_layers;
+        settings.push(match layers {
+            ContiguousLayers::Named(name) => format!("layers {name}"),
+            ContiguousLayers::List(layers) => format!("layers {layers:?}"),
+        });
+    }
+    if cache.watermark_blocks > 0 {
+        settings.push(format!("watermark {}", cache.watermark_blocks));
+    }
+    if cache.event_buffer > 0 {
+        settings.push(counted(cache.event_buffer.into(), "event"));
+    }
+    settings.join(", ")
 }
 
 /// What ends a replay early: a defect.
