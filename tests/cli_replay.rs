@@ -218,3 +218,8 @@ fn recommend_prints_a_file_that_can_be_run() {
     let document: Value = serde_json::from_str(&ran).expect("JSON");
     assert_eq!(document["runs"][0]["requests_completed"], 60);
 }
+    assert_eq!(document["workload"]["output_tokens"], 8 * 8, "cut off at max_tokens");
+    let words =
+        job(&["--set", "workload.skip_damaged_lines=true", "--set", "workload.output_tokens="]);
+    let capped = good(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(capped.contains("8 answers are counted as long as max_tokens lets them"), "{capped}");

@@ -136,6 +136,10 @@ pub(super) fn text(report: &Replay) -> String {
         let hit = if run.prefix_reuse { percent(run.hit_rate) } else { "off".to_owned() };
         table.add_row([
             run.variant.clone(),
+    // Writing to a String cannot fail.
+    if let Some(about) = workload.about_outputs() {
+        let _ = writeln!(text, "{about}\n");
+    }
             short(run.pool_bytes),
             format!("{:.1}", run.mean_running),
             percent(run.utilization),
@@ -148,7 +152,6 @@ pub(super) fn text(report: &Replay) -> String {
         ]);
     }
     text.push_str(&text_of(&table));
-    // Writing to a String cannot fail.
     if done(report).any(|run| run.prefix_reuse) {
         let ceiling = percent(workload.ceiling_hit_rate);
         let _ =

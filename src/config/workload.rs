@@ -31,8 +31,8 @@ pub struct WorkloadConfig {
     /// behind a shared prefix and the earlier turns of its conversation where there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<LengthDistribution>,
-    /// How long outputs are: of a `generator`, and of the requests of an `openai-jsonl` that do not
-    /// say how many tokens they want at most.
+    /// How long outputs are: of a `generator`, and of the requests of an `openai-jsonl`, where each is
+    /// cut off at the request's `max_tokens`. Without it an answer of these counts as long as that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<LengthDistribution>,
     /// `generator` only: how long the shared prefixes (system prompts) are. Each request's prompt

@@ -92,6 +92,8 @@ pub struct Requests {
     pub damaged_lines: u64,
     /// What is wrong with the first of them.
     pub first_damaged: Option<String>,
+    /// Requests whose answers count as long as `max_tokens` lets them become.
+    pub capped_outputs: u64,
 }
 
 impl Requests {
@@ -151,6 +153,7 @@ fn read(config: &WorkloadConfig) -> Result<Requests, JobError> {
             ..Request::default()
         });
     }
+    requests.capped_outputs = trace.capped();
     let damaged = trace.damaged();
     (requests.damaged_lines, requests.first_damaged) = (damaged.lines, damaged.first);
     Ok(requests)

@@ -87,6 +87,9 @@ fn facts(page: &mut String, workload: &WorkloadSummary, runs: &[&VariantResult])
         let rate = percent(workload.ceiling_hit_rate);
         let _ = write!(page, ". A cache that forgets nothing finds {rate} of the prompts’ tokens");
     }
+    if let Some(about) = workload.about_outputs() {
+        let _ = write!(page, ". {}", escaped(&about));
+    }
     page.push_str(
         ". Times are simulated from the file’s cost model; bytes are those of the planned pool.</p>",
     );
@@ -170,7 +173,11 @@ mod tests {
         let report = Replay {
             version: "1".to_owned(),
             config: "a = \"<&>\"".to_owned(),
-            workload: WorkloadSummary { ceiling_hit_rate: 0.4, ..WorkloadSummary::default() },
+            workload: WorkloadSummary {
+                ceiling_hit_rate: 0.4,
+                capped_outputs: 7,
+                ..WorkloadSummary::default()
+            },
             runs: (0..4).map(run).collect(),
             variants: 4,
         };
@@ -190,6 +197,7 @@ mod tests {
         {
             assert!(page.contains(section), "{section}");
         }
+        assert!(page.contains(". 7 answers are counted as long as max_tokens lets them become"));
         // Nothing at all is a page, too.
         let empty = Replay { runs: Vec::new(), variants: 0, ..report };
         assert!(html(&empty).contains("Settings"));

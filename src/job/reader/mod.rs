@@ -141,6 +141,14 @@ impl<R: BufRead> Reader<R> {
         .map_err(Fault::Damaged)
     }
 
+    /// Of how many requests the answer counts as long as it may become at most.
+    pub(super) fn capped(&self) -> u64 {
+        match &self.format {
+            Format::OpenAi(requests) => requests.capped(),
+            Format::Csv(_) | Format::Mooncake { .. } => 0,
+        }
+    }
+
     /// What was left out.
     pub(super) fn damaged(self) -> Damaged {
         self.damaged

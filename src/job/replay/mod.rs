@@ -179,6 +179,7 @@ fn threads(config: &Config) -> usize {
 /// Counts what the requests bring.
 pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
     let damaged = (requests.damaged_lines, requests.first_damaged.clone());
+    let capped_outputs = requests.capped_outputs;
     let requests = &requests.list;
     let sum = |of: fn(&Request) -> u32| requests.iter().map(|r| u64::from(of(r))).sum::<u64>();
     let prompt_tokens = sum(|request| request.prompt_tokens);
@@ -194,6 +195,7 @@ pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
         longest_tokens: requests.iter().map(Request::total_tokens).max().unwrap_or(0),
         damaged_lines: damaged.0,
         first_damaged: damaged.1,
+        capped_outputs,
     }
 }
 

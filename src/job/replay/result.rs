@@ -7,6 +7,7 @@ use super::distribution::Summary;
 use super::picture::Picture;
 use super::series::Point;
 use crate::config::CacheMode;
+use crate::units::counted;
 
 /// A replayed job: one entry a variant, in the order of the file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,6 +46,29 @@ pub struct WorkloadSummary {
     /// What is wrong with the first of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_damaged: Option<String>,
+    /// Requests in OpenAI's form whose answers count as long as their `max_tokens` lets them become,
+    /// since nothing says how long they are.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub capped_outputs: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_none(count: &u64) -> bool {
+    *count == 0
+}
+
+impl WorkloadSummary {
+    /// What is to be said of the lengths of answers that nobody knows.
+    #[must_use]
+    pub fn about_outputs(&self) -> Option<String> {
+        (self.capped_outputs > 0).then(|| {
+            format!(
+                "{} are counted as long as max_tokens lets them become; workload.output_tokens says how long \
+                 answers are",
+                counted(self.capped_outputs, "answer")
+            )
+        })
+    }
 }
 
 /// One variant.
@@ -121,6 +145,10 @@ pub struct VariantResult {
     pub admission: String,
     /// Whether prefixes are reused.
     pub prefix_reuse: bool,
+    /// What else of the settings variants may differ in: the contiguous layers of a hybrid plan, the
+    /// watermark, the buffer of events. Empty where there is nothing to say.
+    #[serde(default)]
+    pub other_settings: String,
     /// `pool.capacity` as written.
     pub capacity: String,
     /// Bytes of the pool according to the plan.
@@ -145,10 +173,6 @@ pub struct VariantResult {
     /// How often a request lost its memory and was computed again.
     pub preemptions: u64,
     /// Sequences that were forked: other answers to a prompt that is there.
-    /// What else of the settings variants may differ in: the contiguous layers of a hybrid plan, the
-    /// watermark, the buffer of events. Empty where there is nothing to say.
-    #[serde(default)]
-    pub other_settings: String,
     #[serde(default)]
     pub forks: u64,
     /// Seconds from the start to the end of the last request.

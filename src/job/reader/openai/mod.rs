@@ -7,6 +7,10 @@
 //! alike have equal hashes there, so whole blocks are reused exactly as they would be, since no
 //! block is shorter than such a run and each is a whole number of them. What a block that matches in
 //! part gives is rounded down to runs.
+//!
+//! How long an answer was is not there. `workload.output_tokens` says it, cut off at the request's
+//! `max_tokens`; without, an answer counts as long as it may become, and [`Requests::capped`] says of how
+//! many that is so.
 
 mod text;
 
@@ -90,8 +94,10 @@ enum Prompt<'a> {
 /// Reads lines.
 pub(super) struct Requests {
     tokenizer: Option<Tokenizer>,
-    /// How long answers are whose requests do not say it.
+    /// How long answers are that their requests do not end before.
     outputs: Option<(LengthDistribution, Rng)>,
+    /// Requests whose answers count as long as `max_tokens` lets them become.
+    capped: u64,
     text: String,
     ids: Vec<u32>,
 }
@@ -112,7 +118,7 @@ impl Requests {
         let outputs = config
             .output_tokens
             .map(|distribution| (distribution, Rng::new(config.seed, generator::LENGTHS)));
-        Ok(Self { tokenizer, outputs, text: String::new(), ids: Vec::new() })
+        Ok(Self { tokenizer, outputs, capped: 0, text: String::new(), ids: Vec::new() })
     }
 
     /// The request of a line and the hashes of its prompt, or what is wrong with it.
@@ -124,24 +130,35 @@ impl Requests {
             return Err("n is not 1; a request of a workload has one answer".to_owned());
         }
         self.tokenize(&body)?;
-        let output_tokens = match body.max_completion_tokens.or(body.max_tokens) {
-            Some(0) => {
-                return Err("max_tokens is 0; expected a whole number from 1".to_owned());
-            }
-            Some(most) => most,
-            None => {
-                let (distribution, rng) = self.outputs.as_mut().ok_or(
-                    "has no max_tokens; give it, or say how long answers are with workload.output_tokens",
-                )?;
-                generator::length(*distribution, rng)
-            }
-        };
         let prompt_tokens = u32::try_from(self.ids.len()).unwrap_or(u32::MAX);
         if prompt_tokens == 0 {
             return Err("the prompt has no tokens".to_owned());
         }
+        let output_tokens = self.output_tokens(body.max_completion_tokens.or(body.max_tokens))?;
         hash_ids.extend(self.ids.chunks(BLOCK_TOKENS as usize).map(hash));
         Ok(Row { arrival_ns: 0, prompt_tokens, output_tokens })
+    }
+
+    /// How long the answer is to a request that lets it become so long.
+    fn output_tokens(&mut self, most: Option<u32>) -> Result<u32, String> {
+        match (most, &mut self.outputs) {
+            (Some(0), _) => Err("max_tokens is 0; expected a whole number from 1".to_owned()),
+            (most, Some((distribution, rng))) => {
+                Ok(generator::length(*distribution, rng).min(most.unwrap_or(u32::MAX)))
+            }
+            (Some(most), None) => {
+                self.capped += 1;
+                Ok(most)
+            }
+            (None, None) => Err(
+                "has no max_tokens; give it, or say how long answers are with workload.output_tokens".to_owned(),
+            ),
+        }
+    }
+
+    /// Of how many requests `max_tokens` was taken for the length of the answer.
+    pub(super) fn capped(&self) -> u64 {
+        self.capped
     }
 
     /// Puts the tokens of the prompt into `ids`.

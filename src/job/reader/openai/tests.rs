@@ -64,7 +64,7 @@ fn edge_63_what_is_no_request_is_refused() {
 }
 
 #[test]
-fn outputs_are_drawn_where_requests_do_not_say() {
+fn outputs_are_drawn_and_at_most_what_requests_say() {
     let uniform = LengthDistribution::Uniform { min: 3, max: 90 };
     let drawing = WorkloadConfig {
         output_tokens: Some(uniform),
@@ -79,8 +79,21 @@ fn outputs_are_drawn_where_requests_do_not_say() {
     assert_eq!(all(1), all(1));
     assert_ne!(all(1), all(2));
     assert!(all(1).iter().all(|output| (3..=90).contains(output)));
-    let said = row(&mut requests(&drawing), "{\"prompt\": [1], \"max_tokens\": 500}");
-    assert_eq!(said.expect("said").1, 500);
+    let most = |most: u32| {
+        let mut requests = requests(&drawing);
+        let line = format!("{{\"prompt\": [1], \"max_tokens\": {most}}}");
+        let outputs: Vec<u32> =
+            (0..9).map(|_| row(&mut requests, &line).expect("drawn").1).collect();
+        assert_eq!(requests.capped(), 0);
+        outputs
+    };
+    let all = all(WorkloadConfig::new(WorkloadKind::OpenaiJsonl).seed);
+    assert_eq!(most(500), all);
+    assert_eq!(most(20), all.iter().map(|output| *output.min(&20)).collect::<Vec<_>>());
+    // Without a distribution the limit is all that is known.
+    let mut plain = plain();
+    let said = row(&mut plain, "{\"prompt\": [1], \"max_tokens\": 500}");
+    assert_eq!((said.expect("said").1, plain.capped()), (500, 1));
 }
 
 proptest! {
