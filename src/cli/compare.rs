@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{CliError, Shard, print, stopped_by_signals, table, text_of};
 use crate::config::{Compute, Source, WorkloadConfig};
+use crate::error::JobError;
 use crate::job::replay::{
     Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, WorkloadSummary, replay,
 };
@@ -27,20 +28,57 @@ pub(super) struct Options<'a> {
     pub(super) shard: Option<Shard>,
 }
 
+impl Options<'_> {
+    /// Makes the folder, before the work and not after it, and reads what an earlier run has written
+    /// there, if that is wanted.
+    pub(super) fn before<T>(
+        &self,
+        read: fn(&Path) -> Result<Option<T>, JobError>,
+    ) -> Result<Option<T>, CliError> {
+        let Some(folder) = self.out else { return Ok(None) };
+        job::prepare(folder)?;
+        Ok(if self.resume { read(folder)? } else { None })
+    }
+
+    /// Says how many of a job's variants are missing.
+    pub(super) fn interrupted(&self, variants: usize, done: usize) -> Option<String> {
+        let expected = self.shard.map_or(variants, |Shard { part, of }| {
+            (0..variants).filter(|index| index % of == part - 1).count()
+        });
+        let missing = expected.saturating_sub(done);
+        (missing > 0).then(|| {
+            let all = counted(expected as u64, "variant");
+            format!("interrupted: {missing} of {all} not run; run it again with --out DIR --resume")
+        })
+    }
+
+    /// Prints the document, writes the files, warns, and fails where something is not as it must be.
+    pub(super) fn conclude(
+        &self,
+        document: &str,
+        write: impl FnOnce(&Path) -> Result<(), JobError>,
+        warnings: impl Iterator<Item = String>,
+        problems: Vec<String>,
+    ) -> Result<(), CliError> {
+        print(document)?;
+        if let Some(folder) = self.out {
+            write(folder)?;
+        }
+        for warning in warnings {
+            // If this cannot be written, the report still says it.
+            let _ = writeln!(io::stderr(), "warning: {warning}");
+        }
+        if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+    }
+}
+
 /// Runs the job of a file, prints what came out and writes it where it is wanted.
 pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
     let computes = |workload: &WorkloadConfig| workload.compute == Compute::Attention;
     if source.config.workload.as_ref().is_some_and(computes) {
         return super::compare_computed::run(source, options);
     }
-    if let Some(folder) = options.out {
-        // Before the work, not after it.
-        job::prepare(folder)?;
-    }
-    let done = match (options.resume, options.out) {
-        (true, Some(folder)) => output::read(folder)?.map_or_else(Vec::new, |before| before.runs),
-        _ => Vec::new(),
-    };
+    let done = options.before(output::read)?.map_or_else(Vec::new, |before| before.runs);
     let shard = options.shard.map(|shard| (shard.part, shard.of));
     let asked = ReplayOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
     let report = match Bars::new() {
@@ -56,44 +94,28 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
 
 /// Prints a report, writes its files, and says what is missing or wrong.
 pub(super) fn show(report: &Replay, options: &Options<'_>) -> Result<(), CliError> {
-    print(&if options.json { output::json(report) } else { text(report) })?;
-    if let Some(folder) = options.out {
-        output::write(report, folder)?;
-    }
-    if report.workload.damaged_lines > 0 {
+    let document = if options.json { output::json(report) } else { text(report) };
+    let damaged = (report.workload.damaged_lines > 0).then(|| {
         let lines = counted(report.workload.damaged_lines, "damaged line");
         let first = report.workload.first_damaged.as_deref().unwrap_or_default();
-        // If this cannot be written, the report still says it.
-        let _ = writeln!(io::stderr(), "warning: {lines} left out; the first: {first}");
-    }
-    for run in done(report) {
+        format!("{lines} left out; the first: {first}")
+    });
+    let refused = done(report).filter_map(|run| {
         let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
-        if refused > 0 {
-            let all = counted(report.workload.requests, "request");
-            let first = run.first_refusal.as_deref().unwrap_or("it is too long");
-            let _ = writeln!(
-                io::stderr(),
-                "warning: variant {:?}: {} of {all} can never run; the first: {first}",
+        let all = counted(report.workload.requests, "request");
+        let first = run.first_refusal.as_deref().unwrap_or("it is too long");
+        (refused > 0).then(|| {
+            format!(
+                "variant {:?}: {} of {all} can never run; the first: {first}",
                 run.variant,
                 grouped(refused)
-            );
-        }
-    }
-    let mut problems = output::problems(report);
-    problems.extend(interrupted(report.variants, report.runs.len(), options.shard));
-    if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
-}
-
-/// Says how many of a job's variants are missing.
-pub(super) fn interrupted(variants: usize, done: usize, shard: Option<Shard>) -> Option<String> {
-    let expected = shard.map_or(variants, |Shard { part, of }| {
-        (0..variants).filter(|index| index % of == part - 1).count()
+            )
+        })
     });
-    let missing = expected.saturating_sub(done);
-    (missing > 0).then(|| {
-        let all = counted(expected as u64, "variant");
-        format!("interrupted: {missing} of {all} not run; run it again with --out DIR --resume")
-    })
+    let mut problems = output::problems(report);
+    problems.extend(options.interrupted(report.variants, report.runs.len()));
+    let write = |folder: &Path| output::write(report, folder);
+    options.conclude(&document, write, damaged.into_iter().chain(refused), problems)
 }
 
 fn done(report: &Replay) -> impl Iterator<Item = &VariantResult> {
@@ -114,6 +136,10 @@ pub(super) fn text(report: &Replay) -> String {
         seconds(workload.last_arrival_s),
         counted(workload.longest_tokens, "token"),
     );
+    // Writing to a String cannot fail.
+    if let Some(about) = workload.about_outputs() {
+        let _ = writeln!(text, "{about}\n");
+    }
     let goals = done(report).any(|run| run.goodput_per_s.is_some());
     let rate = if goals { "good\nreq/s" } else { "req/s" };
     let header = [
@@ -136,10 +162,6 @@ pub(super) fn text(report: &Replay) -> String {
         let hit = if run.prefix_reuse { percent(run.hit_rate) } else { "off".to_owned() };
         table.add_row([
             run.variant.clone(),
-    // Writing to a String cannot fail.
-    if let Some(about) = workload.about_outputs() {
-        let _ = writeln!(text, "{about}\n");
-    }
             short(run.pool_bytes),
             format!("{:.1}", run.mean_running),
             percent(run.utilization),

@@ -1,27 +1,21 @@
 //! `kvpool compare` of a job that computes attention: measured modes side by side.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::path::Path;
 
-use super::compare::{Options, WIDTH, figure, interrupted, percent, short, whole};
+use super::compare::{Options, WIDTH, figure, percent, short, whole};
 use super::progress::{Bars, NoBars};
-use super::run::{allocated, devices, warning};
-use super::{CliError, print, stopped_by_signals, table, text_of};
+use super::run::{allocated, warning};
+use super::{CliError, stopped_by_signals, table, text_of};
 use crate::config::Source;
 use crate::job::computed::{self, ComputeOptions, Computed};
-use crate::job::{self, Run, RunReport};
+use crate::job::report::devices;
+use crate::job::{Run, RunReport};
 use crate::units::{counted, grouped};
 
 /// Computes the job of a file, prints what came out and writes it where it is wanted.
 pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
-    if let Some(folder) = options.out {
-        // Before the work, not after it.
-        job::prepare(folder)?;
-    }
-    let done = match (options.resume, options.out) {
-        (true, Some(folder)) => computed::read(folder)?.map_or_else(Vec::new, |before| before.runs),
-        _ => Vec::new(),
-    };
+    let done = options.before(computed::read)?.map_or_else(Vec::new, |before| before.runs);
     let shard = options.shard.map(|shard| (shard.part, shard.of));
     let asked = ComputeOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
     let report = match Bars::new() {
@@ -33,19 +27,13 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
 
 /// Prints a report, writes its files, and says what is missing or wrong.
 pub(super) fn show(report: &Computed, options: &Options<'_>) -> Result<(), CliError> {
-    print(&if options.json { computed::json(report) } else { text(report) })?;
-    if let Some(folder) = options.out {
-        computed::write(report, folder)?;
-    }
+    let document = if options.json { computed::json(report) } else { text(report) };
     let runs = || report.runs.iter().map(|run| &run.run);
-    for warning in runs().filter_map(warning) {
-        // If this cannot be written, the report still says it.
-        let _ = writeln!(io::stderr(), "warning: {warning}");
-    }
     let mut problems = report.report().problems();
     problems.extend(runs().filter_map(allocated));
-    problems.extend(interrupted(report.variants, report.runs.len(), options.shard));
-    if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+    problems.extend(options.interrupted(report.variants, report.runs.len()));
+    let write = |folder: &Path| computed::write(report, folder);
+    options.conclude(&document, write, runs().filter_map(warning), problems)
 }
 
 /// The table, and what there is to say below it.
@@ -64,6 +52,10 @@ fn text(report: &Computed) -> String {
         counted(workload.output_tokens, "token"),
         counted(workload.longest_tokens, "token"),
     );
+    // Writing to a String cannot fail.
+    if let Some(about) = workload.about_outputs() {
+        let _ = writeln!(text, "{about}\n");
+    }
     let header = [
         "variant",
         "pool",
@@ -94,7 +86,6 @@ fn text(report: &Computed) -> String {
     }
     if !done.is_empty() {
         text.push_str(&text_of(&table));
-        // Writing to a String cannot fail.
         let _ = writeln!(text, "\ncomputed by {}; times are measured", devices(&done));
     }
     for comparison in &report.comparisons {

@@ -7,6 +7,7 @@ use std::path::Path;
 use super::progress::{Bars, NoBars};
 use super::{CliError, print, table, text_of};
 use crate::config::Source;
+use crate::job::report::devices;
 use crate::job::{self, Report, Run, RunReport};
 use crate::units::{Bytes, counted, grouped};
 
@@ -176,18 +177,6 @@ fn saved(run: &RunReport) -> String {
     }
     let percent = 100.0 * run.prefix_hit_rate;
     format!("{} ({percent:.0} %)", grouped(run.saved_prefill_tokens))
-}
-
-/// What computed, each device once.
-pub(super) fn devices(runs: &[&RunReport]) -> String {
-    let mut devices: Vec<String> = Vec::new();
-    for run in runs {
-        let device = format!("{} with {}", run.device, counted(run.threads.into(), "thread"));
-        if !devices.contains(&device) {
-            devices.push(device);
-        }
-    }
-    devices.join(", ")
 }
 
 /// What the table has no room for.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::check::Checker;
 use super::formula::Formula;
-use super::output::{prepare, read_results, replace};
+use super::output::{Shard, prepare, read_results, replace};
 use super::replay::{WorkloadSummary, fingerprint, summarize};
 use super::report::{Comparison, FailedRun, Report, Run};
 use super::{Job, Observer, output, workload, workload_of};
@@ -132,7 +132,7 @@ pub fn compute(
 impl Computed {
     /// With the comparisons worked out for the variants that are there.
     fn compared(mut self) -> Self {
-        self.runs.sort_by_key(|run| run.index);
+        self.sort();
         self.comparisons = self.report().comparisons;
         self
     }
@@ -196,27 +196,27 @@ pub fn read(folder: &Path) -> Result<Option<Computed>, JobError> {
 /// # Errors
 /// [`JobError::Merge`]: shards of different jobs, a variant twice, or none at all.
 pub fn merge(shards: Vec<Computed>) -> Result<Computed, JobError> {
-    let refused = |problem: String| JobError::Merge { problem };
-    let mut shards = shards.into_iter();
-    let mut whole = shards.next().ok_or_else(|| refused("there are no shards".to_owned()))?;
-    for shard in shards {
-        let same = shard.version == whole.version
-            && shard.config == whole.config
-            && shard.workload == whole.workload
-            && shard.variants == whole.variants;
-        if !same {
-            return Err(refused(
-                "the shards are not of the same job (another file, workload or version)".to_owned(),
-            ));
-        }
-        whole.runs.extend(shard.runs);
+    output::merge(shards).map(Computed::compared)
+}
+
+impl Shard for Computed {
+    fn is_of_same_job(&self, other: &Self) -> bool {
+        self.version == other.version
+            && self.config == other.config
+            && self.workload == other.workload
+            && self.variants == other.variants
     }
-    let whole = whole.compared();
-    match whole.runs.windows(2).find(|pair| pair[0].index == pair[1].index) {
-        Some(pair) => {
-            Err(refused(format!("variant number {} is in two shards", pair[0].index + 1)))
-        }
-        None => Ok(whole),
+
+    fn take_runs(&mut self, other: Self) {
+        self.runs.extend(other.runs);
+    }
+
+    fn sort(&mut self) {
+        self.runs.sort_by_key(|run| run.index);
+    }
+
+    fn variants(&self) -> impl Iterator<Item = (usize, &str)> {
+        self.runs.iter().map(|run| (run.index, run.run.variant()))
     }
 }
 
@@ -265,7 +265,7 @@ mod tests {
         }
         assert_eq!(json(&merge(shards.clone()).expect("one job")), json(&whole));
         let twice = merge(vec![shards[0].clone(), shards[0].clone()]).expect_err("twice");
-        assert!(twice.to_string().contains("is in two shards"), "{twice}");
+        assert!(twice.to_string().contains("variant \"v1\" is in two shards"), "{twice}");
         let other = Computed { config: "d".to_owned(), ..shards[1].clone() };
         assert!(merge(vec![shards[0].clone(), other]).is_err() && merge(Vec::new()).is_err());
         std::fs::write(folders[0].path().join("results.json"), "{\"runs\": []}").expect("written");

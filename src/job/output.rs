@@ -98,6 +98,44 @@ pub(super) fn cell(value: &Value) -> String {
     }
 }
 
+/// Results that are put together from those of shards.
+pub(super) trait Shard {
+    /// Whether two are of the same job: file, workload, version.
+    fn is_of_same_job(&self, other: &Self) -> bool;
+    /// Takes the variants of another.
+    fn take_runs(&mut self, other: Self);
+    /// Puts the variants into the order of the file.
+    fn sort(&mut self);
+    /// The places in the file and the names of the variants.
+    fn variants(&self) -> impl Iterator<Item = (usize, &str)>;
+}
+
+/// Puts the shards of a job together: the result is the one of the whole job.
+///
+/// # Errors
+/// [`JobError::Merge`]: shards of different jobs, a variant twice, or none at all.
+pub(super) fn merge<S: Shard>(shards: Vec<S>) -> Result<S, JobError> {
+    let refused = |problem: String| JobError::Merge { problem };
+    let mut shards = shards.into_iter();
+    let mut whole = shards.next().ok_or_else(|| refused("there are no shards".to_owned()))?;
+    for shard in shards {
+        if !whole.is_of_same_job(&shard) {
+            return Err(refused(
+                "the shards are not of the same job (another file, workload or version)".to_owned(),
+            ));
+        }
+        whole.take_runs(shard);
+    }
+    whole.sort();
+    let mut before = None;
+    for (index, name) in whole.variants() {
+        if before.replace(index) == Some(index) {
+            return Err(refused(format!("variant {name:?} is in two shards")));
+        }
+    }
+    Ok(whole)
+}
+
 /// Makes a folder for results, and makes sure that files can be written there.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::output::{cell, prepare, read_results, replace};
+use super::output::{self, Shard, cell, prepare, read_results, replace};
 use super::replay::{Replay, Replayed};
 use crate::error::JobError;
 
@@ -160,29 +160,28 @@ pub fn read(folder: &Path) -> Result<Option<Replay>, JobError> {
 /// # Errors
 /// [`JobError::Merge`]: shards of different jobs, a variant twice, or none at all.
 pub fn merge(shards: Vec<Replay>) -> Result<Replay, JobError> {
-    let refused = |problem: String| JobError::Merge { problem };
-    let mut shards = shards.into_iter();
-    let Some(mut whole) = shards.next() else {
-        return Err(refused("there are no shards".to_owned()));
-    };
-    for shard in shards {
-        let same = shard.version == whole.version
-            && shard.config == whole.config
-            && shard.workload == whole.workload
-            && shard.variants == whole.variants;
-        if !same {
-            return Err(refused(
-                "the shards are not of the same job (another file, workload or version)".to_owned(),
-            ));
-        }
-        whole.runs.extend(shard.runs);
+    output::merge(shards)
+}
+
+impl Shard for Replay {
+    fn is_of_same_job(&self, other: &Self) -> bool {
+        self.version == other.version
+            && self.config == other.config
+            && self.workload == other.workload
+            && self.variants == other.variants
     }
-    whole.runs.sort_by_key(Replayed::index);
-    let twice = whole.runs.windows(2).find(|pair| pair[0].index() == pair[1].index());
-    if let Some(pair) = twice {
-        return Err(refused(format!("variant {:?} is in two shards", pair[0].variant())));
+
+    fn take_runs(&mut self, other: Self) {
+        self.runs.extend(other.runs);
     }
-    Ok(whole)
+
+    fn sort(&mut self) {
+        self.runs.sort_by_key(Replayed::index);
+    }
+
+    fn variants(&self) -> impl Iterator<Item = (usize, &str)> {
+        self.runs.iter().map(|run| (run.index(), run.variant()))
+    }
 }
 
 #[cfg(test)]

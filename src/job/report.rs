@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::CacheMode;
-use crate::units::Bytes;
+use crate::units::{Bytes, counted};
 
 /// The whole job: one entry a variant, in the order of the file.
 #[derive(Clone, Debug, Serialize)]
@@ -260,6 +260,19 @@ fn compare(runs: &[&RunReport]) -> Comparison {
         variants: runs.iter().map(|run| run.variant.clone()).collect(),
         outcome,
     }
+}
+
+/// What computed, each device once.
+#[must_use]
+pub fn devices(runs: &[&RunReport]) -> String {
+    let mut devices: Vec<String> = Vec::new();
+    for run in runs {
+        let device = format!("{} with {}", run.device, counted(run.threads.into(), "thread"));
+        if !devices.contains(&device) {
+            devices.push(device);
+        }
+    }
+    devices.join(", ")
 }
 
 impl std::fmt::Display for Comparison {

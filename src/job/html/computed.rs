@@ -7,7 +7,7 @@ use super::number::{bytes, figure, ms, percent, trimmed};
 use super::{foot, head};
 use crate::job::computed::Computed;
 use crate::job::meter::float;
-use crate::job::report::{Outcome, Run, RunReport};
+use crate::job::report::{Outcome, Run, RunReport, devices};
 use crate::units::{counted, grouped};
 
 /// One measure: its heading, its value (`None` where there is none) and how that is written.
@@ -55,17 +55,14 @@ pub(in crate::job) fn html(report: &Computed) -> String {
     let workload = &report.workload;
     let _ = write!(
         page,
-        "<p>{}: {} of prompts, {} of outputs, the longest {} in all; computed in every layer{}. Times and what follows \
+        "<p>{}: {} of prompts, {} of outputs, the longest {} in all; computed in every layer{}. {}Times and what follows \
          from them are measured; everything else is the same on every run.</p>",
         counted(workload.requests, "request"),
         counted(workload.prompt_tokens, "token"),
         grouped(workload.output_tokens),
         grouped(workload.longest_tokens),
-        runs.first().map_or_else(String::new, |run| format!(
-            " by {} with {}",
-            escaped(&run.device),
-            counted(run.threads.into(), "thread")
-        ))
+        if runs.is_empty() { String::new() } else { format!(" by {}", escaped(&devices(&runs))) },
+        workload.about_outputs().map_or_else(String::new, |about| format!("{}. ", escaped(&about)))
     );
     page.push_str("<h2>One answer</h2><ul>");
     for comparison in &report.comparisons {
@@ -203,7 +200,16 @@ mod tests {
 
     #[test]
     fn what_was_measured_is_on_the_page() {
-        let runs = [run("a<b", "f16", "1", 5), run("c", "int8", "2", 5), run("d", "f16", "1", 5)];
+        let mut runs =
+            [run("a<b", "f16", "1", 5), run("c", "int8", "2", 5), run("d", "f16", "1", 5)];
+        let Run::Done(of_another) = &mut runs[1] else { panic!("it ran") };
+        (of_another.device, of_another.threads) = ("cpu/portable".to_owned(), 7);
+        let Run::Done(first) = &runs[0] else { panic!("it ran") };
+        let by = format!(
+            " by {} with {}, cpu/portable with 7 threads. ",
+            first.device,
+            counted(first.threads.into(), "thread")
+        );
         let one = |(index, run)| ComputedRun { index, fingerprint: String::new(), run };
         let mut report = Computed {
             version: "1".to_owned(),
@@ -221,6 +227,7 @@ mod tests {
             "3 of 4 variants here",
             "c = &quot;&lt;&quot;",
             "var(--s1)",
+            &by,
         ] {
             assert!(page.contains(words), "{words}");
         }
