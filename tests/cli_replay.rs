@@ -218,8 +218,50 @@ fn recommend_prints_a_file_that_can_be_run() {
     let document: Value = serde_json::from_str(&ran).expect("JSON");
     assert_eq!(document["runs"][0]["requests_completed"], 60);
 }
-    assert_eq!(document["workload"]["output_tokens"], 8 * 8, "cut off at max_tokens");
-    let words =
-        job(&["--set", "workload.skip_damaged_lines=true", "--set", "workload.output_tokens="]);
-    let capped = good(&words.iter().map(String::as_str).collect::<Vec<_>>());
-    assert!(capped.contains("8 answers are counted as long as max_tokens lets them"), "{capped}");
+
+#[test]
+fn a_format_that_is_named_twice_counts_once() {
+    let job = [
+        "recommend",
+        "configs/claims/e-system-prompt.toml",
+        "--set",
+        "workload.requests=20",
+        "--formats",
+        "f16,f16",
+    ];
+    let out = good(&job);
+    assert!(out.contains("# Best: "), "{out}");
+    assert!(out.contains("--formats f16,int8 allows it"), "{out}");
+}
+
+#[test]
+fn static_scales_are_not_said_to_be_measured() {
+    let job = |scale: &[&str]| {
+        let words = [
+            "recommend",
+            "configs/claims/e-system-prompt.toml",
+            "--set",
+            "workload.requests=20",
+            "--formats",
+            "f16,int8",
+            "--set",
+            "cache.format=int8",
+        ];
+        good(&[&words[..], scale].concat())
+    };
+    let set = "--set";
+    let of_tensors = job(&[
+        set,
+        "cache.int8.scale=per-tensor",
+        set,
+        "cache.int8.k_scale=0.1",
+        set,
+        "cache.int8.v_scale=0.1",
+    ]);
+    assert!(of_tensors.contains("#   f16: the largest error of "), "{of_tensors}");
+    assert!(of_tensors.contains("#   int8/per-tensor: not measured"), "{of_tensors}");
+    assert!(!of_tensors.contains("int8: the largest"), "{of_tensors}");
+    let of_groups = job(&[set, "cache.int8.scale=per-group-32"]);
+    assert!(of_groups.contains("#   int8/per-group-32: the largest error of "), "{of_groups}");
+    assert!(!of_groups.contains("not measured"), "{of_groups}");
+}

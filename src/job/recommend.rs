@@ -23,8 +23,8 @@ const KEPT: f64 = 0.99;
 /// How far a format's answers are from attention in f64, measured on this machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FormatError {
-    /// The format.
-    pub format: Format,
+    /// The format, and what shares a scale: `f16`, `int8`, `int8/per-group-32`.
+    pub format: String,
     /// The largest error of the outputs that were compared, over values of about ±4.
     pub max_abs_error: f64,
     /// How many outputs were compared.
@@ -44,7 +44,8 @@ pub struct Recommendation {
     pub smaller: Vec<VariantResult>,
     /// What candidates that cannot run say.
     pub refused: Vec<String>,
-    /// What each format that may be chosen costs in accuracy, where there is more than one.
+    /// What each format that may be chosen costs in accuracy, where there is more than one. Static scales
+    /// are of the model's own K and V, which are not here: INT8 with these is not among them.
     pub errors: Vec<FormatError>,
 }
 
@@ -55,7 +56,20 @@ pub fn score(result: &VariantResult) -> f64 {
     result.goodput_per_s.unwrap_or(result.requests_per_s)
 }
 
-/// Replays the candidates of a file, its own variants aside. `formats` are those that may be chosen.
+/// The formats, each once.
+#[must_use]
+pub fn different(formats: &[Format]) -> Vec<Format> {
+    let mut different = Vec::new();
+    for format in formats {
+        if !different.contains(format) {
+            different.push(*format);
+        }
+    }
+    different
+}
+
+/// Replays the candidates of a file, its own variants aside. `formats` are those that may be chosen; one that
+/// is named twice counts once.
 ///
 /// # Errors
 /// As [`replay`]; [`JobError::NoCandidate`] when no candidate can run.
@@ -64,6 +78,7 @@ pub fn recommend(
     formats: &[Format],
     observer: &dyn ReplayObserver,
 ) -> Result<Recommendation, JobError> {
+    let formats = &different(formats)[..];
     let candidates = source.with_variants(candidates(&source.config, formats));
     let report = replay(&candidates, &ReplayOptions::default(), observer)?;
     let (mut ranked, refused) = results(report);
@@ -96,16 +111,15 @@ pub fn recommend(
     Ok(Recommendation { config, best, ranked, smaller, refused, errors })
 }
 
-/// Computes attention in each of the formats: two requests of 480 tokens through one layer with the
-/// model's heads, and compares outputs with f64.
+/// Computes attention in each of the formats but INT8 with static scales: two requests of 480 tokens through
+/// one layer with the model's heads, and compares outputs with f64.
 fn measured_errors(source: &Source, formats: &[Format]) -> Result<Vec<FormatError>, JobError> {
     let Geometry { num_q_heads, num_kv_heads, head_dim, .. } = source.geometry;
-    let scale = match source.config.cache.int8.as_ref().map(|int8| int8.scale) {
-        Some(ScaleKind::PerGroup32) => ScaleKind::PerGroup32,
-        _ => ScaleKind::PerTokenHead,
-    };
+    let scale = source.config.cache.int8.as_ref().map_or(ScaleKind::default(), |int8| int8.scale);
+    let is_static = |format: Format| format == Format::Int8 && scale == ScaleKind::PerTensor;
     let variants: Vec<String> = formats
         .iter()
+        .filter(|format| !is_static(**format))
         .map(|format| {
             let scale = if *format == Format::Int8 {
                 format!(", scale = '{scale}'")
@@ -131,15 +145,15 @@ fn measured_errors(source: &Source, formats: &[Format]) -> Result<Vec<FormatErro
     );
     let source = parse(&text, Path::new("the measurement of errors"), &[])?;
     let report = super::run(&source, &mut super::Silent)?;
-    let error = |(format, run): (&Format, super::Run)| match run {
+    let error = |run: super::Run| match run {
         super::Run::Done(run) => Some(FormatError {
-            format: *format,
+            format: run.format,
             max_abs_error: run.max_abs_error?,
             outputs: run.outputs_checked,
         }),
         super::Run::Failed(_) => None,
     };
-    Ok(formats.iter().zip(report.runs).filter_map(error).collect())
+    Ok(report.runs.into_iter().filter_map(error).collect())
 }
 
 /// The results of those that ran, and the errors of the others.
