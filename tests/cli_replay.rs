@@ -86,6 +86,40 @@ fn an_interrupted_compare_keeps_what_is_complete() {
     }
 }
 
+/// While a trace is read nothing looks at signals: a pipe that nobody writes to is read for ever.
+#[test]
+fn a_second_signal_ends_a_job_that_is_still_loading() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("trace.jsonl");
+    let made = Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
+    assert!(made.success());
+    let set = format!("workload.path={}", pipe.display());
+    let mut child = command(&["compare", "configs/replay/mooncake.toml", "--set", &set])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("runs");
+    // Waits for the reader, who listens to signals by then.
+    let _writer = std::fs::OpenOptions::new().write(true).open(&pipe).expect("the other end");
+    let id = child.id().to_string();
+    let mut sent = 0;
+    let status = loop {
+        // Two that come at the same time are one.
+        let kill = Command::new("kill").args(["-TERM", &id]).status().expect("kill");
+        sent += i32::from(kill.success());
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        if let Some(status) = child.try_wait().expect("a child") {
+            break status;
+        }
+        if sent == 50 {
+            child.kill().expect("a child");
+            panic!("it goes on after {sent} signals");
+        }
+    };
+    assert_eq!(status.code(), Some(130));
+    assert!(sent >= 2, "the first one waits for what is complete");
+}
+
 /// A job of six variants that computes, cut down to a few requests.
 const COMPUTED: [&str; 8] = [
     "compare",
@@ -189,6 +223,11 @@ fn prompts_in_openais_form_are_a_workload() {
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let document: Value = serde_json::from_str(text(&output.stdout)).expect("JSON");
     assert_eq!(document["workload"]["requests"], 8);
+    assert_eq!(document["workload"]["output_tokens"], 8 * 8, "cut off at max_tokens");
+    let words =
+        job(&["--set", "workload.skip_damaged_lines=true", "--set", "workload.output_tokens="]);
+    let capped = good(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    assert!(capped.contains("8 answers are counted as long as max_tokens lets them"), "{capped}");
     assert_eq!(document["workload"]["damaged_lines"], 1);
     // Each prompt is the one before it without its last token, so its whole runs were there.
     assert!(document["workload"]["ceiling_hit_rate"].as_f64().expect("a number") > 0.8);

@@ -15,8 +15,8 @@
 //!   `kvpool quality` measures what each cache format costs in perplexity.
 //!
 //! Results go to the standard output, errors and progress to the standard error. The exit status
-//! is 0 when all is well, 1 when something failed while it ran, and 2 for a wrong command line or
-//! configuration.
+//! is 0 when all is well, 1 when something failed while it ran, 2 for a wrong command line or
+//! configuration, and 130 after a second Ctrl-C, which ends a job at once.
 
 mod bench;
 mod compare;
@@ -59,10 +59,15 @@ struct Cli {
     command: Command,
 }
 
+/// What signals do, for the help of the commands that they do it to.
+const INTERRUPTING: &str = "Where --resume goes on, Ctrl-C or SIGTERM keeps what is complete, once the workload \
+     or model is loaded; a second one ends the program at once, and keeps nothing more.";
+
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Drive the file's workload through each of its variants, and check the answers; or have its
     /// model complete the prompts of [generate]
+    #[command(after_help = INTERRUPTING)]
     Run {
         #[command(flatten)]
         file: File,
@@ -79,6 +84,7 @@ enum Command {
         resume: bool,
     },
     /// Run the file's workload through each of its variants, replayed or computed, and compare them
+    #[command(after_help = INTERRUPTING)]
     Compare {
         #[command(flatten)]
         file: File,
@@ -239,14 +245,14 @@ impl CliError {
                 | Self::Job(
                     JobError::Config(_)
                         | JobError::NoWorkload { .. }
+                        | JobError::Generates { .. }
+                        | JobError::CpuAlone { .. }
                         | JobError::Computes { .. }
                         | JobError::Merge { .. }
                 )
                 | Self::Manager(ManagerError::NoSuchCase { .. })
                 | Self::Bench(BenchError::NoSuchShape { .. })
                 | Self::Crossing(CrossingError::NoSuchCall { .. })
-                        | JobError::Generates { .. }
-                        | JobError::CpuAlone { .. }
         )
     }
 }
@@ -327,12 +333,19 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
     run::run(source, json, out)
 }
 
+/// The status of a program that was ended by Ctrl-C, as shells have it.
+const INTERRUPTED: i32 = 130;
+
 /// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call on
-/// that is all that these do.
+/// that is all that these do; the second time they end the program, whatever it is doing.
 fn stopped_by_signals() -> &'static AtomicBool {
     static STOP: AtomicBool = AtomicBool::new(false);
     // Where signals cannot be caught, the default ends the program.
-    let _ = ctrlc::set_handler(|| STOP.store(true, Ordering::Relaxed));
+    let _ = ctrlc::set_handler(|| {
+        if STOP.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+    });
     &STOP
 }
 
