@@ -7,9 +7,11 @@
 //
 // Its parts are in service/: the protocol (server.hpp), who runs when (scheduler.hpp), what is computed
 // (model.hpp, attention.hpp). --save restores the prefixes of a file when the service starts, if it is there,
-// and saves them there when it ends: a service that starts again finds what it had. --verify compares every
-// attention with kvpool's own. The exit status is 0 if nothing leaked and the cache's invariants hold at the
-// end.
+// and saves them there when it ends: a service that starts again finds what it had. A file that it could not
+// restore (another model's, a damaged one, none that it may read) it leaves as it is, and after an error of the
+// scheduler nothing is saved. --verify compares every attention with kvpool's own. The exit status is 0 if
+// nothing leaked and the cache's invariants hold at the end.
+#include <cerrno>
 #include <csignal>
 
 #include "service/metrics.hpp"
@@ -115,22 +117,25 @@ void summary(const service::Counters& counters, const service::Scheduler& schedu
 // The weights of the example's model: another model's prefixes are not for this one.
 constexpr const char* MODEL = "kvpool example service, 1";
 
-// Takes the prefixes of an earlier run. Without them the service starts all the same, only colder.
-void warm_up(kvpool::Cache& cache, const std::string& path) {
+// Takes the prefixes of an earlier run. Without them the service starts all the same, only colder. Whether the
+// file may be overwritten: what could not be restored is somebody's, and may be needed.
+bool warm_up(kvpool::Cache& cache, const std::string& path) {
     if (std::FILE* file = std::fopen(path.c_str(), "rb")) {
         std::fclose(file);
-    } else {
-        return;
+    } else if (errno == ENOENT) {
+        return true;
     }
     kvpool::RestoreOptions options;
     options.model = MODEL;
     const auto restored = cache.restore_prefixes(path.c_str(), options);
     if (!restored) {
-        std::fprintf(stderr, "service: starting without %s: %s\n", path.c_str(), restored.error().message());
-        return;
+        std::fprintf(stderr, "service: starting without %s, which stays as it is: %s\n", path.c_str(),
+                     restored.error().message());
+        return false;
     }
     const unsigned long long all = restored->file_tokens, dropped = restored->dropped_tokens;
     std::printf("restored %llu of %llu tokens\n", all - dropped, all);
+    return true;
 }
 
 bool save(const kvpool::Cache& cache, const std::string& path) {
@@ -160,7 +165,7 @@ int serve(const Arguments& arguments) {
     kvpool::Cache cache = std::move(opened).value();
     if (plan->info()->format() == kvpool::Format::int8) usage("the kernels here know no int8");
 
-    if (!arguments.save.empty()) warm_up(cache, arguments.save);
+    const bool may_save = !arguments.save.empty() && warm_up(cache, arguments.save);
 
     service::Channel<service::Command> commands;
     const service::Bell bell;
@@ -196,7 +201,7 @@ int serve(const Arguments& arguments) {
 
     summary(counters, scheduler, arguments.scheduler.verify);
     if (!ran) std::fprintf(stderr, "service: %s\n", ran.error().message());
-    const bool saved = arguments.save.empty() || save(cache, arguments.save);
+    const bool saved = !may_save || !ran || save(cache, arguments.save);
     const bool clean = nothing_leaked(cache) && ran && saved && cache.close();
     std::printf("%s\n", clean ? "nothing leaked" : "NOT CLEAN");
     return clean ? 0 : 1;
