@@ -305,23 +305,6 @@ fn other_answers_are_forks_that_share_their_prompt() {
 }
 
 #[test]
-fn edge_33_rates_are_0_for_nothing_and_never_above_the_ceiling() {
-    // Every prompt is the same: all but the first are found, up to their last token.
-    let same = CHAT.replace("'fixed', value = 30", "'fixed', value = 80").replace(
-        "{ dist = 'lognormal', median = 30, sigma = 0.8, min = 1, max = 90 }",
-        "{ dist = 'fixed', value = 1 }",
-    );
-    let same = same.replace("num_shared_prefixes = 2", "num_shared_prefixes = 1");
-    let variants = "
-    [[variant]]
-    name = 'on'
-    [[variant]]
-    name = 'off'
-    prefix_reuse = false
-    [[variant]]
-    name = 'one-block-more'
-    capacity = 'tokens:160'
-#[test]
 fn answers_whose_first_is_refused_run_all_the_same() {
     // The first answer is the longest: of many prompts it is refused, and shorter ones are not.
     let answers = "
@@ -352,6 +335,23 @@ fn answers_whose_first_is_refused_run_all_the_same() {
     }
 }
 
+#[test]
+fn edge_33_rates_are_0_for_nothing_and_never_above_the_ceiling() {
+    // Every prompt is the same: all but the first are found, up to their last token.
+    let same = CHAT.replace("'fixed', value = 30", "'fixed', value = 80").replace(
+        "{ dist = 'lognormal', median = 30, sigma = 0.8, min = 1, max = 90 }",
+        "{ dist = 'fixed', value = 1 }",
+    );
+    let same = same.replace("num_shared_prefixes = 2", "num_shared_prefixes = 1");
+    let variants = "
+    [[variant]]
+    name = 'on'
+    [[variant]]
+    name = 'off'
+    prefix_reuse = false
+    [[variant]]
+    name = 'one-block-more'
+    capacity = 'tokens:160'
     ";
     let report = run(&source(&[MODEL, &same, variants]));
     let [on, off, tight] = done(&report)[..] else { panic!("three") };

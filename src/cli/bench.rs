@@ -46,7 +46,7 @@ enum What {
     OnDemand(super::File),
     /// Measure whether the clock tells another tenant's salted prompt from a miss
     Salt(ManagerArgs),
-    /// Measure what it costs to zero released bytes (pool.scrub)
+    /// Measure what it costs to zero released bytes (pool.scrub), beside sequences without K and V
     Scrub(ManagerArgs),
     /// Measure how fast the model of model.file reads and writes, and how much of that is attention
     #[cfg(feature = "model")]
@@ -199,7 +199,7 @@ fn run_scrub(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
     if args.json {
         return print_json(&results, Some(quick));
     }
-    let header = ["mode", "pool.scrub", "us a sequence", "MiB zeroed", "GB/s"];
+    let header = ["mode", "pool.scrub", "us a sequence\nwithout K, V", "MiB zeroed", "GB/s"];
     let mut table = table(&header, 2..5);
     for one in &results {
         table.add_row([

@@ -321,14 +321,18 @@ impl SizeVisitor {
     fn in_range<E: de::Error>(&self, bytes: Bytes, text: impl fmt::Debug) -> Result<Bytes, E> {
         let is_none = bytes == Bytes::ZERO && !self.may_be_none;
         if is_none || i64::try_from(bytes.get()).is_err() {
-            let problem = format!("{text:?} is out of range (above 0, below 8 EiB)");
-            return Err(Self::refuse(problem));
+            let least = if self.may_be_none { "0 or more" } else { "above 0" };
+            return Err(self.refuse(format!("{text:?} is out of range ({least}, below 8 EiB)")));
         }
         Ok(bytes)
     }
 
-    fn refuse<E: de::Error>(problem: String) -> E {
-        let help = "expected a number of bytes above 0, or a size such as \"24 GiB\"";
+    fn refuse<E: de::Error>(&self, problem: String) -> E {
+        let help = if self.may_be_none {
+            "expected a number of bytes, 0 or more, or a size such as \"24 GiB\""
+        } else {
+            "expected a number of bytes above 0, or a size such as \"24 GiB\""
+        };
         E::custom(Complaint::with_help("", problem, help).into_serde_text())
     }
 }
@@ -342,7 +346,7 @@ impl Visitor<'_> for SizeVisitor {
 
     fn visit_i64<E: de::Error>(self, number: i64) -> Result<Bytes, E> {
         let bytes = u64::try_from(number)
-            .map_err(|_| Self::refuse(format!("found the integer {number}")))?;
+            .map_err(|_| self.refuse(format!("found the integer {number}")))?;
         self.in_range(Bytes(bytes), number)
     }
 
@@ -353,7 +357,7 @@ impl Visitor<'_> for SizeVisitor {
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Bytes, E> {
         let bytes = text
             .parse()
-            .map_err(|error: crate::units::SizeError| Self::refuse(error.to_string()))?;
+            .map_err(|error: crate::units::SizeError| self.refuse(error.to_string()))?;
         self.in_range(bytes, text)
     }
 }

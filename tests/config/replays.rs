@@ -110,6 +110,9 @@ fn what_the_command_line_takes_out_is_not_there() {
     let none = "weight_bytes = 0";
     let text = replayed().replace("weight_bytes = 1_000_000", none);
     assert!(text.contains(none) && read(&text).is_ok());
+    let below = replayed().replace("weight_bytes = 1_000_000", "weight_bytes = -1");
+    let error = read(&below).expect_err("out of range").to_string();
+    assert!(error.contains("0 or more") && !error.contains("above 0"), "{error}");
 }
 
 #[test]

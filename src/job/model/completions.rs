@@ -53,6 +53,8 @@ pub struct Done {
     pub pool_bytes: Bytes,
     /// K and V of one token in all layers.
     pub bytes_per_token: Bytes,
+    /// Whether prefixes were reused: a plan may decline what the file asks for.
+    pub prefix_reuse: bool,
     /// All of it.
     pub wall_s: f64,
 }
@@ -222,6 +224,7 @@ pub fn drive(
         timing: engine.timing(),
         pool_bytes: cache.plan().pool_bytes,
         bytes_per_token: cache.plan().bytes_per_token,
+        prefix_reuse: cache.plan().reuse.is_on(),
         wall_s: began.elapsed().as_secs_f64(),
     })
 }
@@ -243,7 +246,7 @@ fn describe(name: &str, config: &Config, done: &Done, completions: PathBuf) -> V
         format: crate::plan::KvFormat::of(config).name().to_owned(),
         pool_bytes: done.pool_bytes.get(),
         bytes_per_token: done.bytes_per_token.get(),
-        prefix_reuse: config.cache.prefix_reuse,
+        prefix_reuse: done.prefix_reuse,
         requests: 0,
         requests_before: 0,
         refused: counts.refused,
