@@ -60,6 +60,7 @@ fn main() {
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     name_shared_library(&out);
+    choose_cpu_kernels();
     let wanted = match env::var("KVPOOL_CUDA").as_deref() {
         Err(_) | Ok("" | "auto") => Wanted::Auto,
         Ok("require") => Wanted::Require,
@@ -101,6 +102,15 @@ fn name_shared_library(out: &Path) {
             // needs the link will say so.
             let _ = std::os::unix::fs::symlink("libkvpool.so", link);
         }
+    }
+}
+
+/// Sets `x86_kernels`: the kernels for x86-64's vector instructions are built. A build of runs that
+/// are not about them is much shorter without (`RUSTFLAGS="--cfg kvpool_portable"`, as `fuzz/run.sh`).
+fn choose_cpu_kernels() {
+    let x86 = env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64");
+    if x86 && env::var_os("CARGO_CFG_KVPOOL_PORTABLE").is_none() {
+        println!("cargo:rustc-cfg=x86_kernels");
     }
 }
 

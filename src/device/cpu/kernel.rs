@@ -9,14 +9,14 @@ use std::fmt;
 
 use super::super::AppendCounts;
 use super::append::{AppendItem, AppendJob, store_item};
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 use super::bf16::Bf16;
 use super::fast::split;
 use super::lanes::{ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Portable};
 use super::task::Split;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 use super::vnni::Vnni;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 use super::x86::{Avx2, Avx512};
 use crate::config::{Format, KernelChoice, ScaleKind};
 use crate::error::DeviceError;
@@ -96,12 +96,12 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
             .map_or_else(|| choose(KernelChoice::Portable), Ok),
         KernelChoice::Reference => Ok(Chosen::Reference),
         KernelChoice::Portable => Ok(Chosen::Fast(Box::new(Portable))),
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(x86_kernels)]
         KernelChoice::Avx2 => match Avx2::detect() {
             Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
             None => Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: Avx2::NEEDS }),
         },
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(x86_kernels)]
         // BF16 and VNNI where the CPU has them: they change bfloat16 and INT8 alone.
         KernelChoice::Avx512 => match (Bf16::<2>::detect(), Vnni::detect(), Avx512::detect()) {
             (Some(kernel), _, _) => Ok(Chosen::Fast(Box::new(kernel))),
@@ -111,7 +111,7 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
                 Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: Avx512::NEEDS })
             }
         },
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(x86_kernels)]
         KernelChoice::Avx512Bf16 => match Bf16::<1>::detect() {
             Some(kernel) => Ok(Chosen::Fast(Box::new(kernel))),
             None => Err(DeviceError::KernelUnsupported {
@@ -119,15 +119,15 @@ pub(super) fn choose(choice: KernelChoice) -> Result<Chosen, DeviceError> {
                 needs: Bf16::<1>::NEEDS,
             }),
         },
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(x86_kernels))]
         KernelChoice::Avx2 => {
             Err(DeviceError::KernelUnsupported { kernel: "avx2", needs: "an x86-64 processor" })
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(x86_kernels))]
         KernelChoice::Avx512 => {
             Err(DeviceError::KernelUnsupported { kernel: "avx512", needs: "an x86-64 processor" })
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(x86_kernels))]
         KernelChoice::Avx512Bf16 => Err(DeviceError::KernelUnsupported {
             kernel: "avx512-bf16",
             needs: "an x86-64 processor",

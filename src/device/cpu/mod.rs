@@ -7,9 +7,9 @@
 
 mod append;
 mod attend;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod bf16;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod bf16_tile;
 mod disjoint;
 mod exp;
@@ -19,7 +19,7 @@ mod job;
 mod kernel;
 mod lanes;
 mod memory;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod packed;
 mod places;
 mod portion;
@@ -34,19 +34,19 @@ mod task;
 mod tests;
 mod tile;
 mod values;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod vnni;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod vnni_tile;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod vnni_values;
 mod workers;
 mod workspace;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod x86;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod x86_store;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod x86_weights;
 
 pub use memory::available_memory;

@@ -4,5 +4,5 @@ mod bitwise;
 mod edges;
 mod rig;
 mod values;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 mod wide;

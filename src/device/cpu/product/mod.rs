@@ -17,7 +17,7 @@ use super::disjoint::Disjoint;
 use super::float_mode::FloatMode;
 use super::lanes::{Isa, Line, Portable, WIDTH};
 use super::workers::Workers;
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 use super::x86::{Avx2, Avx512};
 use crate::config::{DeviceConfig, KernelChoice};
 use crate::error::DeviceError;
@@ -45,12 +45,12 @@ impl fmt::Debug for Weights {
 }
 
 impl Weights {
-    /// A matrix of `columns` rows of `depth` elements; `None` where the bytes are not as many as
-    /// that takes, or `depth` is no multiple of the format's block.
+    /// A matrix of `columns` rows of `depth` elements; `None` where it would be empty, the bytes are
+    /// not as many as it takes, or `depth` is no multiple of the format's block.
     #[must_use]
     pub fn new(format: WeightFormat, bytes: Vec<u8>, columns: usize, depth: usize) -> Option<Self> {
         let expected = format.row_bytes(depth)?.checked_mul(columns)?;
-        (bytes.len() == expected && depth > 0).then_some(Self { format, bytes, columns, depth })
+        (bytes.len() == expected && expected > 0).then_some(Self { format, bytes, columns, depth })
     }
 
     /// Outputs for each row of activations.
@@ -103,16 +103,16 @@ impl Weights {
 #[derive(Clone, Copy, Debug)]
 enum Lanes {
     Portable(Portable),
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(x86_kernels)]
     Avx2(Avx2),
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(x86_kernels)]
     Avx512(Avx512),
 }
 
 impl Lanes {
     /// The best that the choice allows and the CPU has.
     fn choose(choice: KernelChoice) -> Self {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(x86_kernels)]
         {
             let avx2 = Avx2::detect().map(Self::Avx2);
             let avx512 = Avx512::detect().map(Self::Avx512);
@@ -125,7 +125,7 @@ impl Lanes {
             };
             best.unwrap_or(Self::Portable(Portable))
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(not(x86_kernels))]
         {
             let _ = choice;
             Self::Portable(Portable)
@@ -246,10 +246,10 @@ impl Job<'_> {
         };
         match lanes {
             Lanes::Portable(isa) => self.chunk(isa, part, worker, item),
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(x86_kernels)]
             // SAFETY: the value exists only on a CPU that has the features (`detect`).
             Lanes::Avx2(isa) => unsafe { chunk_avx2(self, isa, part, worker, item) },
-            #[cfg(target_arch = "x86_64")]
+            #[cfg(x86_kernels)]
             // SAFETY: the value exists only on a CPU that has the features (`detect`).
             Lanes::Avx512(isa) => unsafe { chunk_avx512(self, isa, part, worker, item) },
         }
@@ -333,13 +333,13 @@ fn tile<I: Isa, const R: usize>(
     sums
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn chunk_avx2(job: &Job<'_>, isa: Avx2, part: &Part<'_>, worker: usize, item: usize) {
     job.chunk(isa, part, worker, item);
 }
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(x86_kernels)]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 fn chunk_avx512(job: &Job<'_>, isa: Avx512, part: &Part<'_>, worker: usize, item: usize) {
     job.chunk(isa, part, worker, item);
@@ -414,5 +414,6 @@ mod tests {
         assert!(Weights::new(WeightFormat::Q4_1, vec![0; 20], 1, 16).is_none());
         assert!(Weights::new(WeightFormat::Q4_1, vec![0; 20], 1, 32).is_some());
         assert!(Weights::new(WeightFormat::F32, vec![], usize::MAX, usize::MAX).is_none());
+        assert!(Weights::new(WeightFormat::F32, vec![], 0, 4).is_none());
     }
 }

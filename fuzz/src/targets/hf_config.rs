@@ -1,18 +1,18 @@
 //! A Hugging Face `config.json`.
 
-#![no_main]
-
 use std::path::Path;
 use std::sync::{LazyLock, Mutex};
 
 use kvpool::config::parse;
 use kvpool::plan::Plan;
-use kvpool_fuzz::Scratch;
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::Corpus;
+
+use crate::scratch::Scratch;
 
 static FILE: LazyLock<Mutex<Scratch>> = LazyLock::new(|| Mutex::new(Scratch::new("hf")));
 
-fuzz_target!(|input: &[u8]| {
+/// Runs one input.
+pub(super) fn run(input: &[u8]) -> Corpus {
     let mut scratch = FILE.lock().expect("one thread");
     let path = scratch.fill(input).display().to_string();
     let text = format!(
@@ -26,4 +26,5 @@ fuzz_target!(|input: &[u8]| {
         }
         Err(error) => assert!(!error.to_string().is_empty()),
     }
-});
+    Corpus::Keep
+}

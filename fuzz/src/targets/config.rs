@@ -1,19 +1,19 @@
 //! A configuration, and overrides behind a line of "--": whatever it is, it is refused in words, or
 //! becomes a plan; and the effective configuration says the same when it is read again.
 
-#![no_main]
-
 use std::path::Path;
 
 use kvpool::config::parse;
 use kvpool::plan::Plan;
-use kvpool_fuzz::names_a_device;
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::Corpus;
 
-fuzz_target!(|input: &[u8]| {
-    let Ok(text) = std::str::from_utf8(input) else { return };
+use crate::scratch::names_a_device;
+
+/// Runs one input.
+pub(super) fn run(input: &[u8]) -> Corpus {
+    let Ok(text) = std::str::from_utf8(input) else { return Corpus::Reject };
     if names_a_device(input) {
-        return;
+        return Corpus::Reject;
     }
     let (text, overrides) = text.split_once("\n--\n").unwrap_or((text, ""));
     let overrides: Vec<String> = overrides.lines().map(str::to_owned).collect();
@@ -21,7 +21,7 @@ fuzz_target!(|input: &[u8]| {
         Ok(source) => source,
         Err(error) => {
             assert!(!error.to_string().is_empty());
-            return;
+            return Corpus::Keep;
         }
     };
     let effective = toml::to_string_pretty(&source.config).expect("what was read can be written");
@@ -42,4 +42,5 @@ fuzz_target!(|input: &[u8]| {
             Err(error) => assert!(!error.to_string().is_empty()),
         }
     }
-});
+    Corpus::Keep
+}

@@ -1,14 +1,13 @@
 //! A trace of each kind. The first byte chooses the kind and how it is read; the rest is the file.
 
-#![no_main]
-
 use std::path::Path;
 use std::sync::{LazyLock, Mutex};
 
 use kvpool::config::parse;
 use kvpool::job::workload::requests;
-use kvpool_fuzz::Scratch;
-use libfuzzer_sys::fuzz_target;
+use libfuzzer_sys::Corpus;
+
+use crate::scratch::Scratch;
 
 static FILE: LazyLock<Mutex<Scratch>> = LazyLock::new(|| Mutex::new(Scratch::new("trace")));
 
@@ -20,9 +19,11 @@ cache = { mode = 'paged' }
 cost = { bandwidth = '1 TB', step_us = 100.0, weight_bytes = '1 GB' }
 ";
 
-fuzz_target!(|input: &[u8]| {
-    let Some((choice, file)) = input.split_first() else { return };
-    let kind = ["azure-csv", "lengths-csv", "mooncake-jsonl"][usize::from(choice & 3) % 3];
+/// Runs one input.
+pub(super) fn run(input: &[u8]) -> Corpus {
+    let Some((choice, file)) = input.split_first() else { return Corpus::Reject };
+    let kind =
+        ["azure-csv", "lengths-csv", "mooncake-jsonl", "openai-jsonl"][usize::from(choice & 3)];
     let mut workload =
         format!("workload = {{ kind = '{kind}', compute = 'none', requests = 64, path = 'x'");
     if choice & 4 != 0 {
@@ -41,10 +42,13 @@ fuzz_target!(|input: &[u8]| {
     if choice & 64 != 0 {
         workload += ", length_scale = 0.25";
     }
+    if choice & 128 != 0 && kind == "openai-jsonl" {
+        workload += ", output_tokens = { dist = 'uniform', min = 1, max = 9 }";
+    }
     workload += " }\n";
     let Ok(source) = parse(&format!("{JOB}{workload}"), Path::new("fuzz.toml"), &[]) else {
         // Settings that do not go together.
-        return;
+        return Corpus::Reject;
     };
     let mut config = source.config.workload.expect("a workload");
     let mut scratch = FILE.lock().expect("one thread");
@@ -57,4 +61,5 @@ fuzz_target!(|input: &[u8]| {
         }
         Err(error) => assert!(!error.to_string().is_empty()),
     }
-});
+    Corpus::Keep
+}

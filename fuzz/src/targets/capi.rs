@@ -4,13 +4,14 @@
 //! Whatever the calls are, none may crash or break an invariant; every status must be one that the
 //! header names; and at the end the cache, which no call may have poisoned, closes.
 
-#![no_main]
-
+use std::ffi::{CStr, CString};
 use std::ptr::{null, null_mut};
+use std::sync::LazyLock;
 
 use arbitrary::Arbitrary;
 use kvpool::capi::*;
-use libfuzzer_sys::fuzz_target;
+
+use crate::scratch::Scratch;
 
 /// What a call is made with.
 #[derive(Clone, Copy, Debug, Arbitrary)]
@@ -62,6 +63,10 @@ enum Op {
     BlockOf(Which, u8, u8),
     Text(bool, u8),
     Check,
+    SavePrefixes(bool),
+    RestorePrefixes,
+    SaveSequence(Which, Broken),
+    RestoreSequence { key: Option<u8>, max_len: u8, broken: Broken },
 }
 
 #[derive(Clone, Copy, Debug, Arbitrary)]
@@ -102,15 +107,16 @@ struct Options {
 }
 
 #[derive(Debug, Arbitrary)]
-struct Input {
+pub(super) struct Input {
     mode: u8,
     format: u8,
     admission: u8,
     scrub: u8,
     windows: u8,
-    ops: Vec<Op>,
-    /// What another thread does beside it.
+    /// What another thread does beside it, in one input of four.
+    two: u8,
     beside: Vec<Op>,
+    ops: Vec<Op>,
 }
 
 const LAYERS: u32 = 2;
@@ -169,6 +175,15 @@ impl Options {
         options.name_space.salt_from = self.salt_from.into();
         options
     }
+}
+
+/// Where saves go, of this process.
+fn path() -> &'static CStr {
+    static PATH: LazyLock<CString> = LazyLock::new(|| {
+        let path = Scratch::path_of("capi");
+        CString::new(path.to_str().expect("plain")).expect("no NUL")
+    });
+    &PATH
 }
 
 unsafe extern "C" fn ignore(_: *mut std::ffi::c_void, _: *const kvpool_event_t) {}
@@ -459,6 +474,41 @@ fn call(cache: kvpool_cache_t, op: &Op, known_handles: &mut Known) -> kvpool_sta
                 kvpool_cache_text(cache, form, to, (*capacity).into(), &mut needed)
             }
             Op::Check => kvpool_cache_check(cache),
+            Op::SavePrefixes(unsalted_only) => {
+                let mut options: kvpool_save_options_t = zeroed();
+                options.size = size_of::<kvpool_save_options_t>();
+                options.unsalted_only = (*unsalted_only).into();
+                let mut out: kvpool_saved_t = zeroed();
+                let size = size_of::<kvpool_saved_t>();
+                kvpool_cache_save_prefixes(cache, path().as_ptr(), &options, &mut out, size)
+            }
+            Op::RestorePrefixes => {
+                let mut out: kvpool_restored_t = zeroed();
+                let size = size_of::<kvpool_restored_t>();
+                kvpool_cache_restore_prefixes(cache, path().as_ptr(), null(), &mut out, size)
+            }
+            Op::SaveSequence(which, broken) => {
+                let seq = pick!(k.seqs, *which, kvpool_seq_t);
+                let mut out: kvpool_saved_t = zeroed();
+                let place = broken.place(&mut out);
+                let size = broken.size(size_of::<kvpool_saved_t>());
+                kvpool_cache_save_sequence(cache, seq, path().as_ptr(), null(), place, size)
+            }
+            Op::RestoreSequence { key, max_len, broken } => {
+                let mut options: kvpool_restore_options_t = zeroed();
+                options.size = broken.size(size_of::<kvpool_restore_options_t>());
+                options.key = key.unwrap_or(0).into();
+                options.has_key = key.is_some().into();
+                options.max_len = (*max_len).into();
+                let mut out: kvpool_begun_t = zeroed();
+                let size = size_of::<kvpool_begun_t>();
+                let status =
+                    kvpool_cache_restore_sequence(cache, path().as_ptr(), &options, &mut out, size);
+                if status == KVPOOL_OK {
+                    k.seqs.push(out.sequence);
+                }
+                status
+            }
         }
     }
 }
@@ -524,8 +574,9 @@ fn toml(input: &Input) -> String {
     )
 }
 
-fuzz_target!(|input: Input| {
-    let text = toml(&input);
+/// Runs one input.
+pub(super) fn run(input: &Input) {
+    let text = toml(input);
     let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
         (zeroed(), zeroed(), zeroed());
     // SAFETY: a text and its length, a C string, no overrides, a place.
@@ -550,8 +601,9 @@ fuzz_target!(|input: Input| {
     }
     assert_eq!(kvpool_config_destroy(config), KVPOOL_OK);
     assert_eq!(kvpool_plan_destroy(plan), KVPOOL_OK);
+    let two = input.two % 4 == 0 && !input.beside.is_empty();
     std::thread::scope(|scope| {
-        if !input.beside.is_empty() {
+        if two {
             scope.spawn(|| {
                 let mut handles = Known::default();
                 for op in input.beside.iter().take(64) {
@@ -562,7 +614,7 @@ fuzz_target!(|input: Input| {
         let mut handles = Known::default();
         for op in input.ops.iter().take(256) {
             known(call(cache, op, &mut handles));
-            if input.beside.is_empty() {
+            if !two {
                 assert_eq!(kvpool_cache_check(cache), KVPOOL_OK, "{op:?}");
             }
         }
@@ -570,4 +622,5 @@ fuzz_target!(|input: Input| {
     assert_eq!(kvpool_cache_check(cache), KVPOOL_OK);
     assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
     assert_eq!(known(kvpool_cache_check(cache)), KVPOOL_STALE_HANDLE);
-});
+    let _ = std::fs::remove_file(Scratch::path_of("capi"));
+}

@@ -1,0 +1,34 @@
+//! One file a target.
+
+mod capi;
+mod config;
+mod hf_config;
+mod model_file;
+mod restore;
+mod trace;
+
+use arbitrary::{Arbitrary, Unstructured};
+use libfuzzer_sys::Corpus;
+
+use super::Target;
+
+/// The targets by name.
+pub(crate) const ALL: [(&str, Target); 6] = [
+    ("capi", |input| structured(input, capi::run)),
+    ("config", config::run),
+    ("hf_config", hf_config::run),
+    ("model_file", model_file::run),
+    ("restore", |input| structured(input, restore::run)),
+    ("trace", trace::run),
+];
+
+/// Runs a target whose input is a value.
+fn structured<T: for<'a> Arbitrary<'a>>(input: &[u8], run: fn(&T)) -> Corpus {
+    match T::arbitrary_take_rest(Unstructured::new(input)) {
+        Ok(value) => {
+            run(&value);
+            Corpus::Keep
+        }
+        Err(_) => Corpus::Reject,
+    }
+}
