@@ -79,6 +79,11 @@ impl Writer {
         fault::at(fault::Point::BeforeSync)
             .and_then(|()| self.file.sync_all())
             .map_err(|error| refused("flushing the file to disk", ROOM, &error))?;
+        if !is_still(&self.file, &self.part) {
+            // Where files have no locks, another save may have taken the name.
+            self.done = true;
+            return Err(SaveError::UnderWay);
+        }
         fault::at(fault::Point::BeforeRename)
             .and_then(|()| std::fs::rename(&self.part, &self.path))
             .map_err(|error| refused("putting the file in its place", PATH, &error))?;
@@ -92,7 +97,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        if !self.done {
+        if !self.done && is_still(&self.file, &self.part) {
             // What is left would be removed by the next save.
             let _ = std::fs::remove_file(&self.part);
         }
