@@ -2,10 +2,21 @@
 //!
 //! One of the standard library gives itself to whoever is awake when it is let go: a thread that
 //! calls verb after verb would keep it from one that waits to read, for as long as it does.
+//!
+//! `loom` goes through the interleavings of small cases (`.ci/run`, or
+//! `RUSTFLAGS="--cfg loom" cargo test --release --lib loom_`).
 
+#[cfg(loom)]
+use loom::sync::atomic::AtomicU64;
+#[cfg(loom)]
+use loom::sync::{Condvar, Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+#[cfg(not(loom))]
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering;
+#[cfg(not(loom))]
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{PoisonError, TryLockError};
 
 use crate::device::rank::{self, Rank};
 
@@ -51,7 +62,7 @@ impl<T> DerefMut for Turn<'_, T> {
 }
 
 impl<T> Turns<T> {
-    pub(super) const fn new(value: T) -> Self {
+    pub(super) fn new(value: T) -> Self {
         Self {
             value: Mutex::new(value),
             queue: Mutex::new(Queue { first: 0, end: 0 }),
@@ -85,8 +96,10 @@ impl<T> Turns<T> {
         let number = own.end;
         own.end += 1;
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        let first = self.moved.wait_while(own, |queue| queue.first != number);
-        drop(first.unwrap_or_else(PoisonError::into_inner));
+        while own.first != number {
+            own = self.moved.wait(own).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(own);
         drop(rank);
         // The first waits for whoever has it, and for nobody else.
         let value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
@@ -99,7 +112,86 @@ impl<T> Turns<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+
+    /// All interleavings in which threads are interrupted so often.
+    fn model(interruptions: usize, check: impl Fn(&Arc<Turns<u32>>) + Send + Sync + 'static) {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(interruptions);
+        model.check(move || {
+            let turns = Arc::new(Turns::new(0));
+            check(&turns);
+            assert_eq!(turns.waiting.load(Ordering::Relaxed), 0);
+            let queue = turns.queue.lock().expect("no panic");
+            assert_eq!(queue.first, queue.end, "everyone who waited had a turn");
+        });
+    }
+
+    /// Adds to the value so often, each time alone with it.
+    fn add(turns: &Turns<u32>, times: u32) {
+        for _ in 0..times {
+            let mut turn = turns.lock();
+            let before = *turn;
+            // Where another could come in.
+            thread::yield_now();
+            *turn = before + 1;
+        }
+    }
+
+    fn threads(interruptions: usize, others: u32, times: u32) {
+        model(interruptions, move |turns| {
+            let spawn = |_| {
+                let turns = Arc::clone(turns);
+                thread::spawn(move || add(&turns, times))
+            };
+            let spawned: Vec<_> = (0..others).map(spawn).collect();
+            add(turns, times);
+            spawned.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            assert_eq!(*turns.lock(), (others + 1) * times);
+        });
+    }
+
+    #[test]
+    fn loom_two_threads_take_turns() {
+        threads(3, 1, 2);
+    }
+
+    #[test]
+    fn loom_three_threads_take_turns() {
+        threads(2, 2, 1);
+    }
+
+    /// Who waits comes before one who lets go and asks again.
+    #[test]
+    fn loom_who_waits_is_next() {
+        model(2, |turns| {
+            let mut turn = turns.lock();
+            let waits = |own: u32| {
+                let other = Arc::clone(turns);
+                let waits = thread::spawn(move || {
+                    let mut turn = other.lock();
+                    *turn = *turn * 10 + own;
+                });
+                while turns.waiting.load(Ordering::Relaxed) < own.into() {
+                    thread::yield_now();
+                }
+                waits
+            };
+            let spawned = [1, 2].map(waits);
+            *turn = 0;
+            drop(turn);
+            assert_eq!(*turns.lock(), 12, "in the order in which they began to wait");
+            spawned.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        });
+    }
+}
+
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::thread;
     use std::time::Duration;
