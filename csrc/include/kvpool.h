@@ -993,6 +993,11 @@ typedef struct kvpool_stats {
     uint64_t donor_copies;
     uint64_t donor_takeovers;
     uint64_t namespaces_refused;
+    uint64_t saves;        /* files written */
+    uint64_t saved_tokens; /* their tokens */
+    uint64_t restored_seqs;
+    uint64_t restored_blocks; /* of prefixes, and not cached before */
+    uint64_t restored_slots;  /* of contiguous layers, filled with a prefix */
     uint64_t preemptions;
     uint64_t refused_slots;
     uint64_t refused_blocks;

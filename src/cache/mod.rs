@@ -70,6 +70,7 @@ use batch::Batch;
 use begin::Pending;
 use prefix::ChainKeys;
 use reuse::Reuse;
+use save::SaveCounts;
 use sequence::SeqTable;
 
 /// The next cache's id: what makes a handle of one cache foreign to every other.
@@ -87,6 +88,7 @@ pub struct Cache {
     live_tokens: Vec<u64>,
     batch: Batch,
     counters: Stats,
+    saves: SaveCounts,
     /// Blocks evicted, by their priority.
     evictions_by_priority: [u64; MAX_PRIORITY as usize + 1],
     /// What prefixes are shared with; `None` where none are.
@@ -186,6 +188,7 @@ impl Cache {
             batch: Batch::new(&plan)?,
             pool: Pool::new(&plan, device)?,
             counters: Stats::default(),
+            saves: SaveCounts::default(),
             evictions_by_priority: [0; MAX_PRIORITY as usize + 1],
             reuse: Reuse::new(&plan, constant_hash)?,
             pending: table_of(slots, Pending::NOTHING)?,
@@ -355,6 +358,7 @@ impl Cache {
         }
         self.scrub_all();
         self.counters = Stats::default();
+        self.saves = SaveCounts::default();
         self.evictions_by_priority.fill(0);
         self.begun = 0;
         self.preempted = false;

@@ -18,6 +18,8 @@ impl Cache {
             used_bytes: self.used_bytes(),
             held_bytes: Bytes(active.0 + self.slot_bytes()),
             promised_bytes: promised,
+            saves: self.saves.files(),
+            saved_tokens: self.saves.tokens(),
             ..self.counters.clone()
         }
     }

@@ -1124,6 +1124,11 @@ pub struct kvpool_stats {
     pub donor_copies: u64,
     pub donor_takeovers: u64,
     pub namespaces_refused: u64,
+    pub saves: u64,
+    pub saved_tokens: u64,
+    pub restored_seqs: u64,
+    pub restored_blocks: u64,
+    pub restored_slots: u64,
     pub preemptions: u64,
     pub refused_slots: u64,
     pub refused_blocks: u64,
@@ -1132,7 +1137,7 @@ pub struct kvpool_stats {
     pub refused_static_batch: u64,
 }
 const _: () = {
-    ["Size of kvpool_stats"][::core::mem::size_of::<kvpool_stats>() - 328usize];
+    ["Size of kvpool_stats"][::core::mem::size_of::<kvpool_stats>() - 368usize];
     ["Alignment of kvpool_stats"][::core::mem::align_of::<kvpool_stats>() - 8usize];
     ["Offset of field: kvpool_stats::size"][::core::mem::offset_of!(kvpool_stats, size) - 0usize];
     ["Offset of field: kvpool_stats::seqs"][::core::mem::offset_of!(kvpool_stats, seqs) - 8usize];
@@ -1202,18 +1207,28 @@ const _: () = {
         [::core::mem::offset_of!(kvpool_stats, donor_takeovers) - 264usize];
     ["Offset of field: kvpool_stats::namespaces_refused"]
         [::core::mem::offset_of!(kvpool_stats, namespaces_refused) - 272usize];
+    ["Offset of field: kvpool_stats::saves"]
+        [::core::mem::offset_of!(kvpool_stats, saves) - 280usize];
+    ["Offset of field: kvpool_stats::saved_tokens"]
+        [::core::mem::offset_of!(kvpool_stats, saved_tokens) - 288usize];
+    ["Offset of field: kvpool_stats::restored_seqs"]
+        [::core::mem::offset_of!(kvpool_stats, restored_seqs) - 296usize];
+    ["Offset of field: kvpool_stats::restored_blocks"]
+        [::core::mem::offset_of!(kvpool_stats, restored_blocks) - 304usize];
+    ["Offset of field: kvpool_stats::restored_slots"]
+        [::core::mem::offset_of!(kvpool_stats, restored_slots) - 312usize];
     ["Offset of field: kvpool_stats::preemptions"]
-        [::core::mem::offset_of!(kvpool_stats, preemptions) - 280usize];
+        [::core::mem::offset_of!(kvpool_stats, preemptions) - 320usize];
     ["Offset of field: kvpool_stats::refused_slots"]
-        [::core::mem::offset_of!(kvpool_stats, refused_slots) - 288usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_slots) - 328usize];
     ["Offset of field: kvpool_stats::refused_blocks"]
-        [::core::mem::offset_of!(kvpool_stats, refused_blocks) - 296usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_blocks) - 336usize];
     ["Offset of field: kvpool_stats::refused_never"]
-        [::core::mem::offset_of!(kvpool_stats, refused_never) - 304usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_never) - 344usize];
     ["Offset of field: kvpool_stats::refused_too_long"]
-        [::core::mem::offset_of!(kvpool_stats, refused_too_long) - 312usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_too_long) - 352usize];
     ["Offset of field: kvpool_stats::refused_static_batch"]
-        [::core::mem::offset_of!(kvpool_stats, refused_static_batch) - 320usize];
+        [::core::mem::offset_of!(kvpool_stats, refused_static_batch) - 360usize];
 };
 pub type kvpool_stats_t = kvpool_stats;
 #[repr(C)]

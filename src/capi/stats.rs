@@ -50,7 +50,8 @@ fn of_stats(stats: &Stats) -> kvpool_stats_t {
         prefix_queries, prefix_query_tokens, prefix_hit_tokens, prefix_hit_blocks,
         prefix_partial_hits, prefix_partial_tokens, window_misses, donor_misses, blocks_published,
         blocks_deduplicated, evictions, cow_copies, blocks_withdrawn, partial_copies,
-        partial_takeovers, donor_copies, donor_takeovers, namespaces_refused, preemptions,
+        partial_takeovers, donor_copies, donor_takeovers, namespaces_refused, saves, saved_tokens,
+        restored_seqs, restored_blocks, restored_slots, preemptions,
         refused_slots, refused_blocks, refused_never, refused_too_long, refused_static_batch,
         scrub_failures;
         used_bytes, held_bytes, promised_bytes, cached_bytes, peak_used_bytes, peak_held_bytes,

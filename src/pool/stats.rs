@@ -87,6 +87,16 @@ pub struct Stats {
     pub namespaces_refused: u64,
     /// Slots of contiguous groups taken over with their prefix.
     pub donor_takeovers: u64,
+    /// Files written: saves of prefixes and of sequences.
+    pub saves: u64,
+    /// Their tokens.
+    pub saved_tokens: u64,
+    /// Sequences restored from files.
+    pub restored_seqs: u64,
+    /// Blocks of prefixes that were restored and not cached before.
+    pub restored_blocks: u64,
+    /// Slots of contiguous groups that a prefix was restored into.
+    pub restored_slots: u64,
     /// Sequences preempted, reservations among them.
     pub preemptions: u64,
     /// Sequences refused because all slots were taken,

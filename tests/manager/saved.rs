@@ -123,6 +123,12 @@ fn edge_54_prefixes_come_back_bit_for_bit() {
             let mut new = rig(&spec);
             let restored = restore(&mut new.cache, &file);
             assert_eq!(restored.file_tokens, saved.tokens);
+            let (of_save, of_restore) = (old.cache.stats(), new.cache.stats());
+            assert_eq!((of_save.saves, of_save.saved_tokens), (1, saved.tokens));
+            assert_eq!(
+                (of_restore.restored_blocks, of_restore.restored_slots, of_restore.saves),
+                (restored.blocks, restored.slots, 0)
+            );
             let (before, after) = (old.found(&prompt), new.found(&prompt));
             assert!(before >= 32, "{mode:?}: {before}");
             assert_eq!(after, before, "{mode:?} {restored:?}");
@@ -580,6 +586,7 @@ fn edge_54_a_sequence_goes_on_where_it_was() {
                 new.check_invariants().expect("invariants");
                 let what = format!("{from:?} to {to:?}/{per_block}, {len} tokens");
                 assert_eq!((begun.cached_len, begun.limit), (len, 64), "{what}");
+                assert_eq!((new.stats().restored_seqs, new.stats().seqs_begun), (1, 1), "{what}");
                 new.poison_unused(0xFF).expect("done");
                 assert_eq!(exported(&old, a), exported(&new, begun.sequence), "{what}");
                 let fork = old.fork(a).expect("admitted");

@@ -28,6 +28,7 @@ mod write;
 pub use fault::{Point, WriteFault, fail_saves};
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use format::Holds;
 use prefixes::Policy;
@@ -88,6 +89,29 @@ pub struct Restored {
     pub slots: u64,
 }
 
+/// What was saved since the cache was opened: a save changes nothing else of it.
+#[derive(Debug, Default)]
+pub(super) struct SaveCounts {
+    files: AtomicU64,
+    tokens: AtomicU64,
+}
+
+impl SaveCounts {
+    fn counted(&self, saved: Saved) -> Saved {
+        self.files.fetch_add(1, Ordering::Relaxed);
+        self.tokens.fetch_add(saved.tokens, Ordering::Relaxed);
+        saved
+    }
+
+    pub(super) fn files(&self) -> u64 {
+        self.files.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn tokens(&self) -> u64 {
+        self.tokens.load(Ordering::Relaxed)
+    }
+}
+
 impl Cache {
     /// Writes everything that is cached for reuse to a file: the blocks of the index and what belongs
     /// to them in windowed layers, and the tokens that slots of contiguous layers keep; also what
@@ -110,7 +134,7 @@ impl Cache {
         }
         let mut saver = Saver::create(self, path, options, Holds::Prefixes, 0)?;
         self.write_prefixes(&mut saver, Policy { unsalted_only: options.unsalted_only })?;
-        saver.finish()
+        Ok(self.saves.counted(saver.finish()?))
     }
 
     /// Takes the prefixes of a file: they are cached, and found as if they had been computed here.
@@ -152,6 +176,8 @@ impl Cache {
         }
         self.commit_stage(&mut stage);
         self.commit_slots(&slots);
+        self.counters.restored_blocks += stage.blocks;
+        self.counters.restored_slots += slots.len();
         self.scrub_freed();
         let covered: u64 = table.entries.iter().map(|entry| u64::from(entry.covered)).sum();
         Ok(Restored {

@@ -69,7 +69,7 @@ impl Cache {
             })?;
             start += tokens;
         }
-        saver.finish()
+        Ok(self.saves.counted(saver.finish()?))
     }
 
     /// Whom a sequence shares with, if with anyone of the present epoch, and its retentions.
@@ -368,6 +368,7 @@ impl Cache {
         }
         self.seqs.record_mut(slot).lookahead = head.lookahead;
         self.counters.seqs_begun += 1;
+        self.counters.restored_seqs += 1;
         if let Some(reuse) = &mut self.reuse {
             let namespace = name_of(head);
             let share = &mut reuse.seqs[slot as usize];
