@@ -12,6 +12,10 @@ use crate::error::{ConfigError, Origin};
 use super::complaint::Complaint;
 use super::keys;
 
+/// The longest dotted key whose line is noted, in bytes; those of settings are far shorter. Without
+/// it, a name of half a file in front of every key of the other half would take gigabytes.
+pub(super) const MAX_KEY_BYTES: usize = 256;
+
 /// Where each setting was given.
 #[derive(Clone, Debug)]
 pub(super) struct Origins {
@@ -159,6 +163,9 @@ fn duplicate(
 /// Appends the keys of a table, with those of the tables and lists in it.
 fn collect(table: &DeTable<'_>, prefix: &str, entries: &mut Vec<Entry>) {
     for (name, value) in table {
+        if prefix.len() + name.get_ref().len() > MAX_KEY_BYTES {
+            continue;
+        }
         let key = format!("{prefix}{}", name.get_ref());
         entries.push(Entry { key: key.clone(), name: name.span(), value: value.span() });
         collect_value(value.get_ref(), &key, entries);
@@ -264,6 +271,19 @@ contiguous_layers = 'windowed'
         ] {
             assert_eq!(line(&origins, key), expected, "{key}");
         }
+    }
+
+    /// A file whose keys, written out with their tables, would be far longer than it.
+    #[test]
+    fn long_names_take_no_memory() {
+        let name = "n".repeat(100_000);
+        let lines: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
+        let text = format!("[{name}]\n{lines}list = [{}]\n[cache]\n", "0,".repeat(1000));
+        let (_, origins) = read(&text, Path::new("t.toml")).unwrap();
+        let bytes: usize = origins.lines.keys().map(String::len).sum();
+        assert!(bytes <= 1000, "{bytes} bytes of keys");
+        assert_eq!(line(&origins, "cache"), 1003);
+        assert_eq!(line(&origins, &format!("{name}.k1")), 0);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::config::locate::MAX_KEY_BYTES;
 use crate::error::{ConfigError, Origin};
 
 /// Reads a JSON text.
@@ -166,9 +167,11 @@ fn lines(text: &str) -> HashMap<String, usize> {
                 if rest == Some(&b':')
                     && let Some(Some(prefix)) = open.last()
                 {
-                    let path = format!("{prefix}{}", &text[start..at]);
-                    lines.insert(path.clone(), line);
-                    key = Some(path);
+                    let noted = prefix.len() + (at - start) <= MAX_KEY_BYTES;
+                    key = noted.then(|| format!("{prefix}{}", &text[start..at]));
+                    if let Some(path) = &key {
+                        lines.insert(path.clone(), line);
+                    }
                 }
             }
             b'{' => {
@@ -204,5 +207,14 @@ mod tests {
             assert_eq!(lines.get(key), Some(&line), "{key}");
         }
         assert_eq!(lines.len(), 5);
+    }
+
+    #[test]
+    fn long_names_take_no_memory() {
+        let name = "n".repeat(100_000);
+        let inner: String = (0..1000).map(|n| format!("\"k{n}\": 1,\n")).collect();
+        let text = format!("{{\"a\": 1, \"{name}\": {{{inner}\"x\": 1}}, \"b\": 2}}");
+        let lines = lines(&text);
+        assert_eq!((lines.len(), lines["a"], lines["b"]), (2, 1, 1001));
     }
 }

@@ -16,6 +16,10 @@ pub const MAGIC: &[u8; 4] = b"GGUF";
 /// How deep lists of lists may be.
 const MAX_DEPTH: u32 = 4;
 
+/// The most values in all lists together: real files have some two million, for the vocabulary and its
+/// merges. A value takes 32 times the memory that a byte of a list takes in the file.
+const MAX_VALUES: u64 = 1 << 24;
+
 /// A named value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
@@ -58,6 +62,8 @@ struct Reader<'a> {
     from: &'a mut dyn Read,
     read: u64,
     file_bytes: u64,
+    /// Values of lists so far.
+    values: u64,
 }
 
 impl Reader<'_> {
@@ -109,6 +115,10 @@ impl Reader<'_> {
             9 if depth < MAX_DEPTH => {
                 let kind = self.u32()?;
                 let count = self.count(1)?;
+                self.values += count as u64;
+                if self.values > MAX_VALUES {
+                    return Err(format!("its header has more than {MAX_VALUES} values in lists"));
+                }
                 let mut list = Vec::new();
                 for _ in 0..count {
                     list.push(self.value(kind, depth + 1)?);
@@ -129,7 +139,7 @@ impl Header {
     /// # Errors
     /// What is wrong with it.
     pub fn read_after_magic(from: &mut dyn Read, file_bytes: u64) -> Result<Self, String> {
-        let mut reader = Reader { from, read: 4, file_bytes };
+        let mut reader = Reader { from, read: 4, file_bytes, values: 0 };
         let version = reader.u32()?;
         if !(2..=3).contains(&version) {
             return Err(format!("it is GGUF of version {version}; expected version 2 or 3"));
@@ -363,5 +373,15 @@ mod tests {
         let long_text = [&u64::MAX.to_le_bytes()[..], b"a"].concat();
         assert!(read(&file(&[long_text], 1)).unwrap_err().contains("entries in"));
         assert!(read(&file(&[], u64::MAX / 2)).unwrap_err().contains("entries in"));
+        // A list that the file could hold, and that would take half a gigabyte.
+        let list = [
+            text("a"),
+            9_u32.to_le_bytes().to_vec(),
+            0_u32.to_le_bytes().to_vec(),
+            (MAX_VALUES + 1).to_le_bytes().to_vec(),
+        ];
+        let bytes = file(&list, 1);
+        let error = Header::read_after_magic(&mut &bytes[..], u64::MAX).unwrap_err();
+        assert!(error.contains("values in lists"), "{error}");
     }
 }

@@ -112,7 +112,7 @@ fn llama2c(bytes: &[u8], vocab_size: usize) -> Result<Tokenizer, String> {
             adds_blank: true,
             marks_blanks: false,
         },
-        bos: Some(1),
+        bos: Some(1).filter(|_| vocab_size > 1),
         adds_bos: true,
         // It was trained on stories one after the other, so the next one's begin ends one, too.
         ends: vec![1, 2],
@@ -176,8 +176,10 @@ fn scored(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, 
             }
         }
     }
-    let unknown =
-        header.int("tokenizer.ggml.unknown_token_id").and_then(|id| u32::try_from(id).ok());
+    let unknown = header
+        .int("tokenizer.ggml.unknown_token_id")
+        .and_then(|id| u32::try_from(id).ok())
+        .filter(|id| (*id as usize) < pieces.len());
     let tokenizer = Tokenizer {
         bytes: stands_for,
         ids,
@@ -251,4 +253,42 @@ fn byte_level(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokeniz
         strips_first_blank: false,
     };
     Ok(with_specials(header, pieces, kinds, tokenizer))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn known(tokenizer: &Tokenizer) {
+        for text in ["", "a", "é<s>", "a a"] {
+            let tokens = tokenizer.prompt(text);
+            let all = tokens.iter().all(|token| (*token as usize) < tokenizer.len());
+            assert!(!tokens.is_empty() && all, "{text:?}: {tokens:?}");
+        }
+    }
+
+    /// Files that name tokens that they do not have: nothing beyond the embeddings is looked up.
+    #[test]
+    fn every_token_is_one_of_the_vocabulary() {
+        let texts = ["a", "<s>"].map(|text| Value::Text(text.to_owned()));
+        let mut values: BTreeMap<String, Value> = [
+            ("tokens", Value::List(texts.to_vec())),
+            ("scores", Value::List(vec![Value::Float(0.0); 2])),
+            ("token_type", Value::List(vec![Value::Int(1), Value::Int(CONTROL)])),
+            ("merges", Value::List(Vec::new())),
+            ("unknown_token_id", Value::Uint(7)),
+            ("bos_token_id", Value::Uint(u64::from(u32::MAX))),
+        ]
+        .map(|(key, value)| (format!("tokenizer.ggml.{key}"), value))
+        .into();
+        for kind in ["llama", "gpt2"] {
+            values.insert("tokenizer.ggml.model".to_owned(), Value::Text(kind.to_owned()));
+            let header = Header { values: values.clone(), tensors: BTreeMap::new() };
+            known(&Tokenizer::of_gguf(&header, 2).expect("a tokenizer"));
+        }
+        let one = [&1_u32.to_le_bytes()[..], &[0; 4], &1_u32.to_le_bytes(), b"a"].concat();
+        known(&llama2c(&one, 1).expect("a tokenizer"));
+    }
 }
