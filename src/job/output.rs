@@ -143,7 +143,7 @@ pub(super) fn merge<S: Shard>(shards: Vec<S>) -> Result<S, JobError> {
 pub fn prepare(folder: &Path) -> Result<(), JobError> {
     fs::create_dir_all(folder).map_err(|error| refused(folder, &error))?;
     let probe = folder.join(format!(".kvpool.{}.tmp", std::process::id()));
-    fs::write(&probe, "").map_err(|error| refused(&probe, &error))?;
+    fresh(&probe).map_err(|error| refused(&probe, &error))?;
     fs::remove_file(&probe).map_err(|error| refused(&probe, &error))
 }
 
@@ -162,12 +162,20 @@ fn refused(path: &Path, error: &io::Error) -> JobError {
     JobError::Write { path: path.to_owned(), problem: error.to_string() }
 }
 
+/// A new file. What an earlier process has left of that name goes; a link is not followed.
+fn fresh(path: &Path) -> io::Result<fs::File> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => fs::File::create_new(path),
+    }
+}
+
 /// Writes a file beside its place and moves it there.
 pub(super) fn replace(path: &Path, text: &str) -> Result<(), JobError> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.tmp", std::process::id()));
     let beside: PathBuf = path.with_file_name(name);
-    let written = fs::File::create(&beside)
+    let written = fresh(&beside)
         .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
         .and_then(|()| fs::rename(&beside, path));
     written.map_err(|error| {
@@ -255,6 +263,15 @@ mod tests {
         let text = fs::read_to_string(inner.join("results.json")).expect("there");
         let value: Value = serde_json::from_str(&text).expect("JSON");
         assert_eq!(value["runs"][0]["output_checksum"], "1f");
+        #[cfg(unix)]
+        {
+            let victim = folder.path().join("victim");
+            fs::write(&victim, "precious").expect("written");
+            let name = format!("results.csv.{}.tmp", std::process::id());
+            std::os::unix::fs::symlink(&victim, inner.join(name)).expect("made");
+            write(&report(), &inner).expect("written, but not through the link");
+            assert_eq!(fs::read(&victim).expect("there"), b"precious");
+        }
         // A file where the folder should be.
         let error = write(&report(), &inner.join("results.csv")).expect_err("no folder");
         assert!(error.to_string().contains("results.csv: cannot be written"), "{error}");
