@@ -343,7 +343,8 @@ impl Loader {
             let at = 32 + format::NAME_BYTES + 24 * n;
             let [from, to, priority] = [0, 4, 16].map(|by| format::get32(payload, at + by));
             let duration = format::get64(payload, at + 8);
-            let Ok(priority) = u8::try_from(priority) else { return bad("a priority above 100") };
+            let priority = u8::try_from(priority).ok().filter(|number| *number <= MAX_PRIORITY);
+            let Some(priority) = priority else { return bad("a priority above 100") };
             let duration_ms = Some(duration).filter(|duration| *duration != u64::MAX);
             *range = (from < to).then_some(Retention { from, to, priority, duration_ms });
         }
