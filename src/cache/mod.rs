@@ -61,6 +61,7 @@ pub use step::{AttendOptions, Step, StepId};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use crate::config::{Admission, DeviceConfig, DeviceKind};
+use crate::device::cpu::Threads;
 use crate::device::{self, CudaStream, Device, DeviceInfo, all_of, table_of};
 use crate::error::{CacheError, DeviceError, OpenError, PlanError};
 use crate::plan::{NO_BLOCK, Plan};
@@ -221,6 +222,13 @@ impl Cache {
     #[must_use]
     pub fn device_info(&self) -> DeviceInfo {
         self.pool.device.info()
+    }
+
+    /// The threads that append and attend, where they are the host's: an engine that multiplies on the
+    /// host can do it on these, and needs none beside them.
+    #[must_use]
+    pub fn threads(&self) -> Option<&Threads> {
+        self.pool.device.threads()
     }
 
     /// The pool's first byte; stable for the life of the cache. With [`Plan::layer_view`] it gives

@@ -33,6 +33,9 @@ pub(super) struct SpeedArgs {
     /// Make K and V of the context up instead of reading a text: writing takes as long
     #[arg(long)]
     made_up: bool,
+    /// Turn K and V by a Walsh-Hadamard matrix before they are stored
+    #[arg(long)]
+    spread: bool,
 }
 
 /// What is read: plain prose, so that no format has an easy time of it.
@@ -49,6 +52,7 @@ pub(super) fn run(args: &SpeedArgs, json: bool) -> Result<(), CliError> {
         rounds: args.rounds,
         formats: args.formats.clone(),
         made_up: args.made_up,
+        spread: args.spread,
     };
     let tokens = model.tokenizer.encode(TEXT, false);
     let results = speed::measure(&model, &model::config_of(&source), &tokens, &options)?;

@@ -284,6 +284,11 @@ pub trait Device: Send + fmt::Debug {
     /// [`Plan::fingerprint`](crate::plan::Plan::fingerprint) of the plan that it was opened with.
     fn plan_fingerprint(&self) -> u64;
 
+    /// The host's threads that it computes with, if it does so there.
+    fn threads(&self) -> Option<&cpu::Threads> {
+        None
+    }
+
     /// The pool's first byte; stable for the life of the device. An engine's own kernels may read
     /// and write through it while no call of the device is under way. Null for a device without
     /// memory.

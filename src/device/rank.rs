@@ -12,7 +12,8 @@
 //!
 //! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on which the
 //! CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out memory at open
-//! (`cpu/memory.rs`). Probers take no lock.
+//! (`cpu/memory.rs`). That in front of these threads (`cpu/threads.rs`) is only tried, and nobody waits for
+//! it. Probers take no lock.
 
 use std::marker::PhantomData;
 

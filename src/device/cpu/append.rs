@@ -21,7 +21,7 @@ use super::memory::PoolMemory;
 use super::places::Places;
 use super::rope::{MAX_DIM, Rotation};
 use super::store::Store;
-use super::workers::Workers;
+use super::threads::Threads;
 use crate::error::DeviceError;
 use crate::plan::{GroupLayout, Kv, LayerScales};
 use std::sync::atomic::AtomicU64;
@@ -96,7 +96,7 @@ impl AppendJob<'_> {
 /// [`DeviceError::OutOfRange`] before anything is written, [`DeviceError::WorkerPanicked`].
 pub(super) fn append(
     kernel: &dyn Kernel,
-    workers: &Workers,
+    threads: &Threads,
     pool: &mut PoolMemory,
     args: &AppendArgs<'_>,
     rotation: Option<Rotation<'_>>,
@@ -104,10 +104,10 @@ pub(super) fn append(
     check(pool, args)?;
     let layout = args.layout;
     let elements = args.k.len() + args.v.len();
-    let threads = workers.threads();
-    let alone = threads == 1 || elements < MIN_PARALLEL_ELEMENTS;
+    let num_threads = threads.count();
+    let alone = num_threads == 1 || elements < MIN_PARALLEL_ELEMENTS;
     // A few items for each thread, so that one that is held up does not hold up all.
-    let parts = if alone { 1 } else { 2 * threads as u64 };
+    let parts = if alone { 1 } else { 2 * num_threads as u64 };
     let bytes = elements as u64 * u64::from(layout.element_bytes);
     let stores = if bytes >= MIN_PAST_BYTES { Stores::Past } else { Stores::Cached };
     let job = AppendJob {
@@ -133,8 +133,8 @@ pub(super) fn append(
     }
     let nonfinite = AtomicU64::new(0);
     let saturated = AtomicU64::new(0);
-    workers.run(job.items(), &|_, index| {
-        // SAFETY: `Workers::run` calls this once for each index.
+    threads.run(job.items(), &|_, index| {
+        // SAFETY: `Threads::run` calls this once for each index.
         let item = unsafe { job.item(index) };
         let counts = kernel.append(&job, item);
         nonfinite.fetch_add(counts.nonfinite, Relaxed);

@@ -16,7 +16,7 @@ use super::job::AttendJob;
 use super::kernel::Kernel;
 use super::lanes::WIDTH;
 use super::task::{Partial, Parts, Split, Task, load_queries};
-use super::workers::Workers;
+use super::threads::Threads;
 use super::workspace::Workspace;
 use crate::config::Format;
 use crate::error::DeviceError;
@@ -179,7 +179,7 @@ fn takes_heads_together(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> bool {
 pub(super) fn attend(
     kernel: &dyn Kernel,
     workspace: &mut Workspace,
-    workers: &Workers,
+    threads: &Threads,
     job: &AttendJob<'_>,
 ) -> Result<(), DeviceError> {
     let sizes = *workspace.sizes();
@@ -205,15 +205,15 @@ pub(super) fn attend(
     let deal = Deal::new(job, &sizes);
     let items = job.rows * deal.head_blocks;
     let Some(splits) = deal.splits else {
-        return workers.run(items, &|worker, item| {
+        return threads.run(items, &|worker, item| {
             whole_tasks(kernel, &shared, job, worker, item, deal);
         });
     };
-    workers.run(items * splits, &|worker, item| {
+    threads.run(items * splits, &|worker, item| {
         one_split(kernel, &shared, job, worker, (item / splits, item % splits), deal);
     })?;
     let pairs = job.rows * job.layout.num_kv_heads as usize;
-    workers.run(pairs, &|worker, pair| combine(&shared, job, worker, pair))
+    threads.run(pairs, &|worker, pair| combine(&shared, job, worker, pair))
 }
 
 /// The row and the KV head, or block of these, of an item. Rows of one sequence follow each
@@ -235,7 +235,7 @@ fn whole_tasks(
     let Some(task) = deal.task(job, row, head_block) else {
         return;
     };
-    // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
+    // SAFETY: `Threads::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
     let len = scratch.part.len() / task.kv_heads as usize / WIDTH * WIDTH;
     let mut parts = Parts::new(scratch.part, len, &task);
@@ -285,7 +285,7 @@ fn one_split(
     let Some((_, start, end)) = split_range(&task, index) else {
         return;
     };
-    // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
+    // SAFETY: `Threads::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
     queries(job, &task, row, scratch.q);
     // SAFETY: row, heads and split are this item's alone in this dispatch.
@@ -311,7 +311,7 @@ fn combine(shared: &Shared<'_>, job: &AttendJob<'_>, worker: usize, pair: usize)
     let Some(task) = job.task(row, head, 1) else {
         return;
     };
-    // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
+    // SAFETY: `Threads::run` runs no two calls with the same worker index at once.
     let scratch = unsafe { shared.scratch(worker) };
     let mut total = Partial::new(scratch.total, task.heads(), task.padded_dim);
     total.clear();

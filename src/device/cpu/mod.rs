@@ -32,6 +32,7 @@ mod store;
 mod task;
 #[cfg(test)]
 mod tests;
+mod threads;
 mod tile;
 mod values;
 #[cfg(x86_kernels)]
@@ -52,13 +53,13 @@ mod x86_weights;
 pub use memory::available_memory;
 #[cfg(feature = "model")]
 pub use product::{Products, WeightFormat, Weights};
+pub use threads::Threads;
 
 use float_mode::FloatMode;
 use job::AttendJob;
 use kernel::Chosen;
 use memory::PoolMemory;
 use rope::RopeTables;
-use workers::Workers;
 use workspace::Workspace;
 
 use super::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo};
@@ -73,7 +74,7 @@ pub struct CpuDevice {
     memory: PoolMemory,
     workspace: Workspace,
     rope: Option<RopeTables>,
-    workers: Workers,
+    threads: Threads,
     kernel: Chosen,
     plan_fingerprint: u64,
 }
@@ -91,15 +92,15 @@ impl CpuDevice {
         progress: Option<&mut dyn FnMut(Bytes, Bytes)>,
     ) -> Result<Self, DeviceError> {
         let kernel = kernel::choose(config.kernel)?;
-        let threads = num_threads(config);
-        let workspace = Workspace::open(plan.cpu_workspace(threads))?;
+        let num_threads = num_threads(config);
+        let workspace = Workspace::open(plan.cpu_workspace(num_threads))?;
         let rope = plan.rope.as_ref().map(RopeTables::open).transpose()?;
         let mut silent = |_, _| {};
         let progress = progress.unwrap_or(&mut silent);
-        let memory = PoolMemory::open(plan.pool_bytes, threads as usize, progress)?;
-        let workers = Workers::start(threads as usize)?;
+        let memory = PoolMemory::open(plan.pool_bytes, num_threads as usize, progress)?;
+        let threads = Threads::start(num_threads as usize)?;
         let plan_fingerprint = plan.fingerprint();
-        Ok(Self { memory, workspace, rope, workers, kernel, plan_fingerprint })
+        Ok(Self { memory, workspace, rope, threads, kernel, plan_fingerprint })
     }
 
     /// Refuses a layout whose rows could overlap or lie outside the pool: everything below writes
@@ -171,6 +172,10 @@ impl Device for CpuDevice {
         self.plan_fingerprint
     }
 
+    fn threads(&self) -> Option<&Threads> {
+        Some(&self.threads)
+    }
+
     fn base_ptr(&self) -> *mut u8 {
         self.memory.base_ptr()
     }
@@ -185,7 +190,7 @@ impl Device for CpuDevice {
             }
             (Some(_), None) => return Err(DeviceError::BadLayout),
         };
-        append::append(self.kernel.appender(), &self.workers, &mut self.memory, args, rotation)
+        append::append(self.kernel.appender(), &self.threads, &mut self.memory, args, rotation)
     }
 
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
@@ -193,9 +198,9 @@ impl Device for CpuDevice {
         let _mode = FloatMode::standard();
         let job = AttendJob::new(self.memory.bytes(), args)?;
         match &self.kernel {
-            Chosen::Reference => reference::attend(&mut self.workspace, &self.workers, &job),
+            Chosen::Reference => reference::attend(&mut self.workspace, &self.threads, &job),
             Chosen::Fast(kernel) => {
-                attend::attend(&**kernel, &mut self.workspace, &self.workers, &job)
+                attend::attend(&**kernel, &mut self.workspace, &self.threads, &job)
             }
         }
     }

@@ -12,7 +12,7 @@ use super::super::quant::dequantize;
 use super::disjoint::Disjoint;
 use super::job::{AttendJob, Out};
 use super::task::Task;
-use super::workers::Workers;
+use super::threads::Threads;
 use super::workspace::Workspace;
 use crate::config::{Format, ScaleKind};
 use crate::error::DeviceError;
@@ -24,16 +24,16 @@ use crate::plan::{E8M8, Kv, SCALE_BYTES, SCALE_GROUP};
 /// [`DeviceError::WorkerPanicked`].
 pub(super) fn attend(
     workspace: &mut Workspace,
-    workers: &Workers,
+    threads: &Threads,
     job: &AttendJob<'_>,
 ) -> Result<(), DeviceError> {
     let head_dim = job.layout.head_dim as usize;
     let doubles = Disjoint::new(workspace.doubles());
-    workers.run(job.rows * job.num_q_heads, &|worker, item| {
+    threads.run(job.rows * job.num_q_heads, &|worker, item| {
         let (row, q_head) = (item / job.num_q_heads, item % job.num_q_heads);
-        // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
+        // SAFETY: `Threads::run` runs no two calls with the same worker index at once.
         let acc = unsafe { doubles.part(worker * head_dim, head_dim) };
-        // SAFETY: `Workers::run` calls this once for each row and query head.
+        // SAFETY: `Threads::run` calls this once for each row and query head.
         unsafe { one_head(job, row, q_head, acc) };
     })
 }

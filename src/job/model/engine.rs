@@ -11,7 +11,7 @@
 use super::weights::{Layer, Model, MoreNorms};
 use crate::cache::{AttendOptions, Cache, SeqHandle};
 use crate::config::{Architecture, DeviceConfig};
-use crate::device::cpu::Products;
+use crate::device::cpu::{Products, Threads, num_threads};
 use crate::device::{TensorMut, TensorRef};
 use crate::error::ModelError;
 use crate::plan::{Plan, Rope, rotated};
@@ -33,6 +33,9 @@ pub struct StepInput<'a> {
 pub struct Engine<'m> {
     model: &'m Model,
     products: Products,
+    device: DeviceConfig,
+    /// For caches that compute elsewhere; the threads of one on the host compute for both.
+    own_threads: Option<Threads>,
     rotation: Rotation,
     /// Rows by what they are. Grown once to the largest step.
     hidden: Vec<f32>,
@@ -66,7 +69,7 @@ impl<'m> Engine<'m> {
     /// An engine for caches of this plan: of the model's geometry, and with its rotation or none.
     ///
     /// # Errors
-    /// [`ModelError::Setting`] for a plan of another model; [`ModelError::Device`].
+    /// [`ModelError::Setting`] for a plan of another model.
     pub fn new(model: &'m Model, plan: &Plan, device: &DeviceConfig) -> Result<Self, ModelError> {
         if plan.geometry != model.file.geometry {
             return Err(ModelError::Setting(
@@ -75,7 +78,9 @@ impl<'m> Engine<'m> {
         }
         Ok(Self {
             model,
-            products: Products::start(device)?,
+            products: Products::new(device.kernel),
+            device: device.clone(),
+            own_threads: None,
             rotation: Rotation::new(model, plan)?,
             hidden: Vec::new(),
             normed: Vec::new(),
@@ -156,6 +161,7 @@ impl<'m> Engine<'m> {
             return Err(ModelError::Setting(problem));
         }
         let (rotates_k, softmax_scale) = (cache.plan().rope.is_none(), self.softmax_scale());
+        let threads = self.threads(cache)?;
         let mut step = cache.reserve_tokens(input.seqs, input.tokens)?;
         self.positions.clear();
         self.positions.extend_from_slice(step.positions());
@@ -166,7 +172,7 @@ impl<'m> Engine<'m> {
         self.timing.manager_s += began.elapsed().as_secs_f64();
         self.embed(input.tokens);
         for (index, layer) in self.model.layers.iter().enumerate() {
-            self.project(layer)?;
+            self.project(&threads, layer)?;
             let windowed = file.geometry.windows[index] > 0;
             self.rotation.rotate(windowed, &self.positions, &mut self.q);
             if rotates_k {
@@ -189,14 +195,24 @@ impl<'m> Engine<'m> {
             }
             self.timing.attention_s += attention.elapsed().as_secs_f64();
 
-            self.feed_forward(layer)?;
+            self.feed_forward(&threads, layer)?;
         }
         let commit = std::time::Instant::now();
         step.commit()?;
         self.timing.manager_s += commit.elapsed().as_secs_f64();
-        self.score(input.wanted)?;
+        self.score(&threads, input.wanted)?;
         self.timing.total_s += began.elapsed().as_secs_f64();
         Ok(&self.logits)
+    }
+
+    /// Who computes: the cache's threads, so that there are not two teams on the same cores.
+    fn threads(&mut self, cache: &Cache) -> Result<Threads, ModelError> {
+        if let Some(threads) = cache.threads().or(self.own_threads.as_ref()) {
+            return Ok(threads.clone());
+        }
+        let threads = Threads::start(num_threads(&self.device) as usize)?;
+        self.own_threads = Some(threads.clone());
+        Ok(threads)
     }
 
     /// 1 / √`head_dim`, which is what all models read here have.
@@ -218,7 +234,7 @@ impl<'m> Engine<'m> {
     }
 
     /// q, k and v of a layer, not rotated yet.
-    fn project(&mut self, layer: &Layer) -> Result<(), ModelError> {
+    fn project(&mut self, threads: &Threads, layer: &Layer) -> Result<(), ModelError> {
         let file = &self.model.file;
         let rows = self.positions.len();
         self.q.resize(rows * layer.q.columns(), 0.0);
@@ -227,6 +243,7 @@ impl<'m> Engine<'m> {
         self.attended.resize(self.q.len(), 0.0);
         norm(&self.hidden, &layer.attention_norm, file.norm_eps, &mut self.normed);
         self.products.multiply(
+            threads,
             &self.normed,
             &mut [(&layer.q, &mut self.q), (&layer.k, &mut self.k), (&layer.v, &mut self.v)],
         )?;
@@ -238,12 +255,16 @@ impl<'m> Engine<'m> {
     }
 
     /// Everything of a layer that follows attention.
-    fn feed_forward(&mut self, layer: &Layer) -> Result<(), ModelError> {
+    fn feed_forward(&mut self, threads: &Threads, layer: &Layer) -> Result<(), ModelError> {
         let file = &self.model.file;
         let rows = self.positions.len();
         let eps = file.norm_eps;
         self.normed.resize(self.hidden.len(), 0.0);
-        self.products.multiply(&self.attended, &mut [(&layer.attention_out, &mut self.normed)])?;
+        self.products.multiply(
+            threads,
+            &self.attended,
+            &mut [(&layer.attention_out, &mut self.normed)],
+        )?;
         if let Some(norms) = &layer.more_norms {
             norm_in_place(&mut self.normed, &norms.attention_out, eps);
         }
@@ -253,6 +274,7 @@ impl<'m> Engine<'m> {
         self.gate.resize(rows * layer.gate.columns(), 0.0);
         self.up.resize(rows * layer.up.columns(), 0.0);
         self.products.multiply(
+            threads,
             &self.normed,
             &mut [(&layer.gate, &mut self.gate), (&layer.up, &mut self.up)],
         )?;
@@ -263,7 +285,7 @@ impl<'m> Engine<'m> {
         for (gate, up) in self.gate.iter_mut().zip(&self.up) {
             *gate = activate(*gate) * up;
         }
-        self.products.multiply(&self.gate, &mut [(&layer.down, &mut self.normed)])?;
+        self.products.multiply(threads, &self.gate, &mut [(&layer.down, &mut self.normed)])?;
         if let Some(norms) = &layer.more_norms {
             norm_in_place(&mut self.normed, &norms.down, eps);
         }
@@ -272,7 +294,7 @@ impl<'m> Engine<'m> {
     }
 
     /// Scores of the wanted rows.
-    fn score(&mut self, wanted: &[usize]) -> Result<(), ModelError> {
+    fn score(&mut self, threads: &Threads, wanted: &[usize]) -> Result<(), ModelError> {
         let file = &self.model.file;
         let dim = file.dim as usize;
         // The wanted rows move to the front; they ascend, so none is overwritten before it moves.
@@ -282,7 +304,7 @@ impl<'m> Engine<'m> {
         norm(&self.hidden[..wanted.len() * dim], &self.model.norm, file.norm_eps, &mut self.normed);
         self.logits.resize(wanted.len() * file.vocab_size as usize, 0.0);
         let output = self.model.output();
-        Ok(self.products.multiply(&self.normed, &mut [(output, &mut self.logits)])?)
+        Ok(self.products.multiply(threads, &self.normed, &mut [(output, &mut self.logits)])?)
     }
 
     fn note_extremes(&mut self, layer: usize) {
@@ -349,15 +371,28 @@ fn spread<const N: usize>(tensors: [&mut Vec<f32>; N], head_dim: usize) {
     for x in tensors.into_iter().flat_map(|x| x.chunks_exact_mut(head_dim)) {
         let mut half = 1;
         while half < head_dim {
-            for pair in x.chunks_exact_mut(2 * half) {
-                let (a, b) = pair.split_at_mut(half);
-                for (a, b) in a.iter_mut().zip(b) {
-                    (*a, *b) = (*a + *b, *a - *b);
-                }
+            match half {
+                // Lengths that the compiler knows become shuffles of whole registers.
+                1 => butterflies(x, 1),
+                2 => butterflies(x, 2),
+                4 => butterflies(x, 4),
+                8 => butterflies(x, 8),
+                _ => butterflies(x, half),
             }
             half *= 2;
         }
         x.iter_mut().for_each(|x| *x *= scale);
+    }
+}
+
+/// Sums and differences of elements that are `half` apart.
+#[inline(always)]
+fn butterflies(x: &mut [f32], half: usize) {
+    for pair in x.chunks_exact_mut(2 * half) {
+        let (a, b) = pair.split_at_mut(half);
+        for (a, b) in a.iter_mut().zip(b) {
+            (*a, *b) = (*a + *b, *a - *b);
+        }
     }
 }
 

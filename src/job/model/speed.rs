@@ -29,6 +29,8 @@ pub struct Options {
     /// Whether the context is made-up K and V instead of a text that is read: writing takes as long,
     /// and it is there at once.
     pub made_up: bool,
+    /// Whether K and V are turned before they are stored ([`Engine::spread`]).
+    pub spread: bool,
 }
 
 /// One format at one length.
@@ -77,6 +79,10 @@ pub fn measure(
                 config.cache.int8 = None;
             }
             config.cache.prefix_reuse = false;
+            if options.spread {
+                // The engine rotates K by its position, so that it can turn it behind that.
+                config.rope = None;
+            }
             config.variant.clear();
             config.limits.max_seqs = 1;
             config.limits.max_seq_len = len;
@@ -90,6 +96,9 @@ pub fn measure(
             })?;
             let plan = Plan::new(&config, &model.file.geometry)?;
             let mut engine = Engine::new(model, &plan, &config.device)?;
+            if options.spread {
+                engine.spread(&plan)?;
+            }
             let mut cache = Cache::open_on_cpu(plan, &config.device, None)?;
             results.push(one(&mut engine, &mut cache, &prompt, options)?);
         }

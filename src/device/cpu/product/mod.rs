@@ -16,10 +16,10 @@ use std::fmt;
 use super::disjoint::Disjoint;
 use super::float_mode::FloatMode;
 use super::lanes::{Isa, Line, Portable, WIDTH};
-use super::workers::Workers;
+use super::threads::Threads;
 #[cfg(x86_kernels)]
 use super::x86::{Avx2, Avx512};
-use crate::config::{DeviceConfig, KernelChoice};
+use crate::config::KernelChoice;
 use crate::error::DeviceError;
 
 pub use expand::WeightFormat;
@@ -133,10 +133,9 @@ impl Lanes {
     }
 }
 
-/// Computes products, with threads of its own.
+/// Computes products.
 #[derive(Debug)]
 pub struct Products {
-    workers: Workers,
     lanes: Lanes,
     /// Rows of activations, filled up with zeros to whole lines. `[rows, lines]`
     rows: Vec<Line>,
@@ -145,14 +144,10 @@ pub struct Products {
 }
 
 impl Products {
-    /// Starts the threads that a configuration asks for.
-    ///
-    /// # Errors
-    /// [`DeviceError::Thread`].
-    pub fn start(config: &DeviceConfig) -> Result<Self, DeviceError> {
-        let workers = Workers::start(super::num_threads(config) as usize)?;
-        let lanes = Lanes::choose(config.kernel);
-        Ok(Self { workers, lanes, rows: Vec::new(), columns: Vec::new() })
+    /// With the instructions that a choice of kernels stands for.
+    #[must_use]
+    pub fn new(kernel: KernelChoice) -> Self {
+        Self { lanes: Lanes::choose(kernel), rows: Vec::new(), columns: Vec::new() }
     }
 
     /// Computes the products of rows of activations with several matrices of the same depth.
@@ -165,6 +160,7 @@ impl Products {
     /// When a slice has the wrong length.
     pub fn multiply(
         &mut self,
+        threads: &Threads,
         x: &[f32],
         parts: &mut [(&Weights, &mut [f32])],
     ) -> Result<(), DeviceError> {
@@ -176,7 +172,7 @@ impl Products {
         }
         let lines = depth.div_ceil(WIDTH);
         self.fill_rows(x, depth, lines);
-        let room = self.workers.threads() * COLUMNS * lines;
+        let room = threads.count() * COLUMNS * lines;
         if self.columns.len() < room {
             self.columns.resize(room, [0.0; WIDTH]);
         }
@@ -196,7 +192,7 @@ impl Products {
         };
         let items = parts.iter().map(|part| part.items).sum();
         let lanes = self.lanes;
-        self.workers.run(items, &|worker, item| job.run(lanes, worker, item))
+        threads.run(items, &|worker, item| job.run(lanes, worker, item))
     }
 
     /// Copies the activations to whole lines.
@@ -260,7 +256,7 @@ impl Job<'_> {
     fn chunk<I: Isa>(&self, isa: I, part: &Part<'_>, worker: usize, item: usize) {
         let (weights, lines) = (part.weights, self.lines);
         let end = weights.columns.min((item + 1) * CHUNK);
-        // SAFETY: `Workers::run` runs no two calls with the same worker index at once.
+        // SAFETY: `Threads::run` runs no two calls with the same worker index at once.
         let columns = unsafe { self.columns.part(worker * COLUMNS * lines, COLUMNS * lines) };
         let mut first = item * CHUNK;
         while first < end {
@@ -363,9 +359,8 @@ mod tests {
         Weights::new(WeightFormat::F32, bytes, columns, depth).expect("the bytes are as many")
     }
 
-    fn start(kernel: KernelChoice, threads: u32) -> Products {
-        Products::start(&DeviceConfig { kernel, threads, ..DeviceConfig::default() })
-            .expect("starts")
+    fn threads(count: usize) -> Threads {
+        Threads::start(count).expect("starts")
     }
 
     #[test]
@@ -374,7 +369,9 @@ mod tests {
             let (x, weights) = (numbers(rows * depth, 3), matrix(columns, depth));
             for kernel in [KernelChoice::Auto, KernelChoice::Portable] {
                 let mut out = vec![f32::NAN; rows * columns];
-                start(kernel, 2).multiply(&x, &mut [(&weights, &mut out)]).expect("computes");
+                Products::new(kernel)
+                    .multiply(&threads(2), &x, &mut [(&weights, &mut out)])
+                    .expect("computes");
                 let mut w = vec![0.0; depth];
                 for column in 0..columns {
                     weights.row(column, &mut w);
@@ -396,12 +393,14 @@ mod tests {
         for kernel in [KernelChoice::Auto, KernelChoice::Avx2, KernelChoice::Portable] {
             let mut all = [vec![0.0; 7 * 45], vec![0.0; 7 * 9]];
             let [all_a, all_b] = &mut all;
-            start(kernel, 2).multiply(&x, &mut [(&a, all_a), (&b, all_b)]).expect("computes");
-            let mut alone = start(kernel, 1);
+            Products::new(kernel)
+                .multiply(&threads(2), &x, &mut [(&a, all_a), (&b, all_b)])
+                .expect("computes");
+            let (one, mut alone) = (threads(1), Products::new(kernel));
             for (row, x) in x.chunks(100).enumerate() {
                 for (weights, all) in [(&a, &all[0]), (&b, &all[1])] {
                     let mut out = vec![0.0; weights.columns];
-                    alone.multiply(x, &mut [(weights, &mut out)]).expect("computes");
+                    alone.multiply(&one, x, &mut [(weights, &mut out)]).expect("computes");
                     assert_eq!(out, all[row * weights.columns..][..weights.columns]);
                 }
             }
