@@ -13,64 +13,12 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use super::answer::Written;
+pub use super::answer::{Answer, Finish, Request};
 use super::engine::{Engine, StepInput};
-use super::sample::Sampling;
-use super::tokenizer::{Decoder, Tokenizer};
+use super::tokenizer::Tokenizer;
 use crate::cache::{BeginOptions, Cache, SeqHandle};
 use crate::error::{CacheError, ModelError};
-
-/// What is asked for.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Request {
-    /// The prompt's tokens, at least one.
-    pub prompt: Vec<u32>,
-    /// Answers to it.
-    pub answers: u32,
-    /// Tokens of an answer at most. As many as `limits.max_seq_len` leaves, if that is less.
-    pub max_tokens: u32,
-    /// How tokens are chosen.
-    pub sampling: Sampling,
-    /// Texts that end an answer, and are not part of it.
-    pub stop: Vec<String>,
-    /// Whether the tokens that end an answer are passed over, and it goes on.
-    pub ignore_ends: bool,
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Finish {
-    /// The model said so.
-    End,
-    /// One of the request's stop texts.
-    Stop,
-    /// It has as many tokens as it may.
-    Length,
-}
-
-impl Finish {
-    /// As files have it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::End => "end",
-            Self::Stop => "stop",
-            Self::Length => "length",
-        }
-    }
-}
-
-/// One answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
-    /// Its text, without what ended it.
-    pub text: String,
-    /// Its tokens, with that which ended it.
-    pub tokens: Vec<u32>,
-    /// Why it ended.
-    pub finish: Finish,
-    /// Tokens of the prompt that were not computed for it: found in the cache, or another answer's.
-    pub cached_tokens: u32,
-}
 
 /// Is told what is written.
 pub trait Listener {
@@ -120,17 +68,6 @@ struct Waiting {
     answer: u32,
     /// Where it was when it had to wait.
     state: Option<Box<Written>>,
-}
-
-/// What is written of an answer.
-struct Written {
-    /// Prompt and answer.
-    tokens: Vec<u32>,
-    text: String,
-    /// Bytes of the text that were told.
-    told: usize,
-    decoder: Decoder,
-    cached_tokens: u32,
 }
 
 /// An answer that is being written, or whose prompt is being read.
@@ -304,17 +241,9 @@ impl Batch<'_> {
                 return Ok(());
             };
             let is_new = state.is_none();
-            let mut written = state.unwrap_or_else(|| {
-                Box::new(Written {
-                    tokens: request.prompt.clone(),
-                    text: String::new(),
-                    told: 0,
-                    decoder: Decoder::new(request.prompt.last().copied()),
-                    cached_tokens: 0,
-                })
-            });
+            let written =
+                state.unwrap_or_else(|| Box::new(Written::new(&request.prompt, begun.cached_len)));
             if is_new {
-                written.cached_tokens = begun.cached_len;
                 self.counts.prompt_tokens += request.prompt.len() as u64;
                 self.counts.cached_tokens += u64::from(begun.cached_len);
             }
@@ -417,13 +346,7 @@ impl Batch<'_> {
                         sequence,
                         len: prompt.len(),
                         limit,
-                        written: Box::new(Written {
-                            tokens: prompt.clone(),
-                            text: String::new(),
-                            told: 0,
-                            decoder: Decoder::new(prompt.last().copied()),
-                            cached_tokens: position,
-                        }),
+                        written: Box::new(Written::new(prompt, position)),
                         forks: 0,
                     });
                 }
@@ -447,15 +370,9 @@ impl Batch<'_> {
             self.counts.new_tokens += 1;
             let one = &mut self.running[index];
             let request = &self.requests[one.request];
-            let finish = one.push(self.tokenizer, request, *token);
-            let told = match finish {
-                Some(_) => one.written.text.len(),
-                None => one.written.safe_len(&request.stop),
-            };
-            if told > one.written.told {
-                let text = &one.written.text[one.written.told..told];
+            let finish = one.written.push(self.tokenizer, request, one.limit, *token);
+            if let Some(text) = one.written.tell(&request.stop, finish.is_some()) {
                 self.listener.text(one.request, one.answer, text);
-                one.written.told = told;
             }
             let Some(finish) = finish else { continue };
             let Running { request, answer, sequence, written, .. } = self.running.remove(index);
@@ -471,49 +388,5 @@ impl Batch<'_> {
             }
         }
         Ok(())
-    }
-}
-
-impl Running {
-    /// Adds a token, and says whether the answer ends with it.
-    fn push(&mut self, tokenizer: &Tokenizer, request: &Request, token: u32) -> Option<Finish> {
-        let written = &mut *self.written;
-        written.tokens.push(token);
-        if tokenizer.is_end(token) && !request.ignore_ends {
-            return Some(Finish::End);
-        }
-        let before = written.text.len();
-        let more = written.decoder.push(tokenizer, token);
-        written.text.push_str(&more);
-        let longest = request.stop.iter().map(String::len).max().unwrap_or(0);
-        let mut from = before.saturating_sub(longest);
-        while !written.text.is_char_boundary(from) {
-            from -= 1;
-        }
-        let stops = request.stop.iter().filter(|stop| !stop.is_empty());
-        if let Some(at) = stops.filter_map(|stop| written.text[from..].find(stop)).min() {
-            written.text.truncate(from + at);
-            return Some(Finish::Stop);
-        }
-        let answer = written.tokens.len() - request.prompt.len();
-        let is_last = answer >= request.max_tokens as usize || written.tokens.len() >= self.limit;
-        is_last.then(|| {
-            let rest = std::mem::replace(&mut written.decoder, Decoder::new(None)).finish();
-            written.text.push_str(&rest);
-            Finish::Length
-        })
-    }
-}
-
-impl Written {
-    /// How much of the text cannot become part of a stop text any more.
-    fn safe_len(&self, stops: &[String]) -> usize {
-        let is_begun = |at: &usize| {
-            self.text.is_char_boundary(*at)
-                && stops.iter().any(|stop| stop.starts_with(&self.text[*at..]))
-        };
-        let longest = stops.iter().map(String::len).max().unwrap_or(0);
-        let from = self.text.len().saturating_sub(longest);
-        (from..self.text.len()).find(is_begun).unwrap_or(self.text.len())
     }
 }

@@ -151,15 +151,21 @@ pub fn read(
     tokenizer: &Tokenizer,
     defaults: &Defaults,
 ) -> Result<Vec<Prompt>, ModelError> {
-    let file = File::open(path).map_err(|error| ModelError::file(path, error.to_string()))?;
+    let file = File::open(path).map_err(|error| {
+        let missing = error.kind() == std::io::ErrorKind::NotFound && path.is_relative();
+        let help = if missing { "; the path begins at the current directory" } else { "" };
+        ModelError::file(path, format!("{error}{help}"))
+    })?;
     let mut prompts = Vec::new();
     for (line, text) in (1..).zip(BufReader::new(file).lines()) {
         let failed = |problem: String| ModelError::File { path: path.to_owned(), line, problem };
         let text = text.map_err(|error| failed(error.to_string()))?;
+        // Some editors begin a file with a mark of its byte order.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         if text.trim().is_empty() {
             continue;
         }
-        let given: PromptLine = serde_json::from_str(&text).map_err(|error| {
+        let given: PromptLine = serde_json::from_str(text).map_err(|error| {
             failed(format!(
                 "{error}; expected an object such as {{\"prompt\": \"Once\", \"n\": 2}}"
             ))

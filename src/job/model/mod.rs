@@ -13,6 +13,7 @@
 //! - [`quality`]: what a cache format costs in perplexity.
 //! - [`speed`]: how fast a model reads and writes.
 
+mod answer;
 pub mod batch;
 pub mod completions;
 mod engine;

@@ -227,6 +227,7 @@ struct Tensors<'a> {
     path: &'a Path,
     header: &'a Header,
     file: File,
+    file_bytes: u64,
 }
 
 impl Tensors<'_> {
@@ -250,11 +251,14 @@ impl Tensors<'_> {
         })?;
         let bytes = format.row_bytes(depth).and_then(|bytes| bytes.checked_mul(columns));
         let bytes = bytes.ok_or_else(|| wrong("is no whole number of blocks".to_owned()))?;
-        let offset = tensor.offset;
+        let (offset, end) = (tensor.offset, tensor.offset.saturating_add(bytes as u64));
+        if end > self.file_bytes {
+            return Err(wrong(format!(
+                "ends at byte {end}, and the file has {}; it was cut off, get it again",
+                self.file_bytes
+            )));
+        }
         let mut read = || -> std::io::Result<Vec<u8>> {
-            if offset.saturating_add(bytes as u64) > self.file.metadata()?.len() {
-                return Err(std::io::ErrorKind::UnexpectedEof.into());
-            }
             let mut data = vec![0; bytes];
             self.file.seek(SeekFrom::Start(offset))?;
             self.file.read_exact(&mut data)?;
@@ -291,7 +295,7 @@ fn load_gguf(file: ModelFile) -> Result<Model, ModelError> {
     if let Some(bias) = header.tensors.keys().find(|name| name.ends_with(".bias")) {
         return Err(ModelError::file(&path, format!("has {bias:?}; no bias was expected")));
     }
-    let mut tensors = Tensors { path: &path, header: &header, file: opened };
+    let mut tensors = Tensors { path: &path, header: &header, file: opened, file_bytes };
     let sizes = Sizes::of(&file);
     let embedding = tensors.matrix("token_embd.weight", sizes.vocab, sizes.dim)?;
     let output = file

@@ -4,17 +4,19 @@
 //! window one after the other, so that the scores of only one piece are kept. Weights and
 //! arithmetic are the same for all; the cache alone differs.
 
-use std::ops::AddAssign;
+mod cases;
+mod scores;
 
 use serde::Serialize;
+
+pub use cases::FORMATS;
+use cases::{Case, LeftOut, cases};
+use scores::{Row, Sums, compare, float, mean_and_error};
 
 use super::engine::{Engine, StepInput};
 use super::weights::Model;
 use crate::cache::{BeginOptions, Cache, SeqHandle};
-use crate::config::{
-    CacheMode, Capacity, Config, ContiguousLayers, Format, HybridConfig, Int8Config, ScaleKind,
-    StaticScale, verify,
-};
+use crate::config::{CacheMode, Capacity, Config, ContiguousLayers, HybridConfig, Int8Config};
 use crate::error::ModelError;
 use crate::plan::Plan;
 
@@ -23,19 +25,6 @@ const PIECE: usize = 64;
 
 /// Tokens of the first window that are read in every mode.
 const MODE_TOKENS: usize = 192;
-
-/// The formats that can be measured, by their names in a report.
-pub const FORMATS: [&str; 9] = [
-    "f32",
-    "f16",
-    "bf16",
-    "int8/per-token-head",
-    "int8/per-group-32",
-    "int8/per-tensor",
-    "int8/per-token-head+spread",
-    "int8/per-group-32+spread",
-    "int8/per-tensor+spread",
-];
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -47,15 +36,6 @@ pub struct Options {
     /// Those of [`FORMATS`] that are measured beside f32, which the others are compared with; none
     /// stands for all.
     pub formats: Vec<String>,
-}
-
-/// One format of the cache.
-#[derive(Clone, Debug)]
-struct Case {
-    name: String,
-    config: Config,
-    /// Whether K and V are turned before they are stored ([`Engine::spread`]).
-    spreads: bool,
 }
 
 /// What a format costs.
@@ -98,37 +78,6 @@ pub struct QualityReport {
     pub formats: Vec<Measured>,
     /// Formats that the model cannot have, and why.
     pub left_out: LeftOut,
-}
-
-/// Sums over tokens.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sums {
-    count: u64,
-    nll: f64,
-    nll_squares: f64,
-    difference: f64,
-    difference_squares: f64,
-    kl: f64,
-    same_top: u64,
-}
-
-impl AddAssign for Sums {
-    fn add_assign(&mut self, other: Self) {
-        self.count += other.count;
-        self.nll += other.nll;
-        self.nll_squares += other.nll_squares;
-        self.difference += other.difference;
-        self.difference_squares += other.difference_squares;
-        self.kl += other.kl;
-        self.same_top += other.same_top;
-    }
-}
-
-/// Mean and its standard error.
-fn mean_and_error(sum: f64, squares: f64, count: f64) -> (f64, f64) {
-    let mean = sum / count;
-    let variance = (squares / count - mean * mean).max(0.0) * count / (count - 1.0).max(1.0);
-    (mean, (variance / count).sqrt())
 }
 
 /// Measures every format on a text. `tokens`: the text's, without the one that texts begin with;
@@ -237,85 +186,6 @@ fn base_of(base: &Config, window_tokens: usize) -> Result<Config, ModelError> {
     Ok(config)
 }
 
-/// Formats that a model cannot have, and why.
-type LeftOut = Vec<(String, String)>;
-
-/// The formats that the model can have, and those that it cannot, with the reason.
-fn cases(
-    model: &Model,
-    base: &Config,
-    names: &[&str],
-    calibration: &[u32],
-) -> Result<(Vec<Case>, LeftOut), ModelError> {
-    let int8 = |scale| Some(Int8Config { scale, ..Int8Config::default() });
-    let per_tensor = |spreads| {
-        let (k_scale, v_scale) = static_scales(model, base, calibration, spreads)?;
-        let (k_scale, v_scale) = (Some(k_scale), Some(v_scale));
-        Ok::<_, ModelError>(Some(Int8Config { scale: ScaleKind::PerTensor, k_scale, v_scale }))
-    };
-    let can_spread = model.file.geometry.head_dim.is_power_of_two();
-    let (mut cases, mut left_out) = (Vec::new(), Vec::new());
-    for name in names.iter().copied() {
-        let (format, spreads) = match name.strip_suffix("+spread") {
-            Some(format) => (format, true),
-            None => (name, false),
-        };
-        if spreads && !can_spread {
-            let problem = "model: its head_dim is no power of two".to_owned();
-            left_out.push((name.to_owned(), problem));
-            continue;
-        }
-        let (format, int8) = match format {
-            "f32" => (Format::F32, None),
-            "f16" => (Format::F16, None),
-            "bf16" => (Format::Bf16, None),
-            "int8/per-token-head" => (Format::Int8, int8(ScaleKind::PerTokenHead)),
-            "int8/per-group-32" => (Format::Int8, int8(ScaleKind::PerGroup32)),
-            _ => (Format::Int8, per_tensor(spreads)?),
-        };
-        let mut config = base.clone();
-        config.cache.format = format;
-        config.cache.int8 = int8;
-        if spreads {
-            // The engine rotates K by its position, so that it can turn it behind that.
-            config.rope = None;
-        }
-        match verify(&config, &model.file.geometry) {
-            Ok(()) => cases.push(Case { name: name.to_owned(), config, spreads }),
-            Err(invalid) => {
-                left_out.push((name.to_owned(), format!("{}: {}", invalid.key, invalid.problem)));
-            }
-        }
-    }
-    Ok((cases, left_out))
-}
-
-/// A scale for K and V of each layer: the largest magnitude of a window of text, divided by 127.
-fn static_scales(
-    model: &Model,
-    base: &Config,
-    window: &[u32],
-    spreads: bool,
-) -> Result<(StaticScale, StaticScale), ModelError> {
-    let mut config = base.clone();
-    config.cache.format = Format::F32;
-    // The engine rotates, so that it sees K as it is stored.
-    config.rope = None;
-    let (mut engine, mut cache) = open(model, &config, spreads)?;
-    engine.observe_extremes();
-    let sequence = begin(&mut cache, window)?;
-    for piece in window.chunks(PIECE) {
-        feed(&mut engine, &mut cache, sequence, piece, &[])?;
-    }
-    let of = |which: usize| {
-        let scales = engine.extremes().iter();
-        StaticScale::PerLayer(
-            scales.map(|most| (most[which] / 127.0).max(f32::MIN_POSITIVE)).collect(),
-        )
-    };
-    Ok((of(0), of(1)))
-}
-
 fn open<'m>(
     model: &'m Model,
     config: &Config,
@@ -408,110 +278,4 @@ fn read_window(
         cache.release(sequence)?;
     }
     Ok(())
-}
-
-/// What is known of the scores of one row.
-#[derive(Clone, Copy, Debug, Default)]
-struct Row {
-    /// The logarithm of the sum of their exponentials.
-    log_sum: f64,
-    top: usize,
-    nll: f64,
-    /// With an f32 cache: the mean score, weighted with the shares.
-    mean: f64,
-}
-
-/// The sums of some rows, and the rows. Without a reference they are it.
-fn compare(
-    scores: &[f32],
-    reference: Option<(&[f32], &[Row])>,
-    targets: &[u32],
-    vocab: usize,
-) -> (Sums, Vec<Row>) {
-    let mut rows = vec![Row::default(); targets.len()];
-    let mut sums = vec![Sums::default(); targets.len()];
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let chunk = targets.len().div_ceil(threads).max(1);
-    std::thread::scope(|scope| {
-        let parts = rows.chunks_mut(chunk).zip(sums.chunks_mut(chunk));
-        for (part, (rows, sums)) in parts.enumerate() {
-            scope.spawn(move || {
-                for (at, (row, sums)) in (part * chunk..).zip(rows.iter_mut().zip(sums)) {
-                    let scores = &scores[at * vocab..][..vocab];
-                    let of_f32 =
-                        reference.map(|(scores, rows)| (&scores[at * vocab..][..vocab], &rows[at]));
-                    (*row, *sums) = compare_row(scores, of_f32, targets[at] as usize);
-                }
-            });
-        }
-    });
-    let mut all = Sums::default();
-    sums.into_iter().for_each(|sums| all += sums);
-    (all, rows)
-}
-
-fn compare_row(scores: &[f32], reference: Option<(&[f32], &Row)>, target: usize) -> (Row, Sums) {
-    let mut top = 0;
-    for (token, score) in scores.iter().enumerate() {
-        if *score > scores[top] {
-            top = token;
-        }
-    }
-    let most = f64::from(scores[top]);
-    let sum: f64 = scores.iter().map(|score| (f64::from(*score) - most).exp()).sum();
-    let log_sum = most + sum.ln();
-    let nll = log_sum - f64::from(scores[target]);
-    // Σ p · score, with the shares of the f32 cache.
-    let weighted = |of_f32: &[f32], log_sum: f64| -> f64 {
-        let pairs = of_f32.iter().zip(scores);
-        pairs.map(|(own, score)| (f64::from(*own) - log_sum).exp() * f64::from(*score)).sum()
-    };
-    let mean = reference.map_or_else(|| weighted(scores, log_sum), |(_, row)| row.mean);
-    let row = Row { log_sum, top, nll, mean };
-    let mut sums = Sums { count: 1, nll, nll_squares: nll * nll, ..Sums::default() };
-    if let Some((of_f32, own)) = reference {
-        let difference = nll - own.nll;
-        sums.difference = difference;
-        sums.difference_squares = difference * difference;
-        sums.kl = (own.mean - own.log_sum) - (weighted(of_f32, own.log_sum) - log_sum);
-        sums.same_top = u64::from(own.top == top);
-    } else {
-        sums.same_top = 1;
-    }
-    (row, sums)
-}
-
-/// A count as a float.
-fn float(count: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "counts of tokens are below 2⁵³")]
-    let value = count as f64;
-    value
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn divergence_and_perplexity_are_those_of_the_formulas() {
-        #[expect(clippy::cast_possible_truncation, reason = "scores are f32")]
-        let scores = |shares: [f64; 3], shift: f32| shares.map(|share| share.ln() as f32 + shift);
-        let (p, q) = ([0.5, 0.25, 0.25], [0.25, 0.5, 0.25]);
-        let (own, sums) = compare_row(&scores(p, 3.0), None, 1);
-        assert!((sums.nll - 4.0_f64.ln()).abs() < 1e-6);
-        assert_eq!((own.top, sums.same_top, sums.kl), (0, 1, 0.0));
-        let (_, sums) = compare_row(&scores(q, -7.0), Some((&scores(p, 3.0), &own)), 1);
-        let kl: f64 = p.iter().zip(q).map(|(p, q)| p * (p / q).ln()).sum();
-        assert!((sums.kl - kl).abs() < 1e-6, "{} {kl}", sums.kl);
-        assert!((sums.difference + 2.0_f64.ln()).abs() < 1e-6);
-        assert_eq!(sums.same_top, 0);
-    }
-
-    #[test]
-    fn the_error_of_a_mean_is_that_of_the_textbook() {
-        let (mean, error) = mean_and_error(10.0, 30.0, 4.0);
-        // Of 1, 2, 3, 4: variance 5/3.
-        assert!((mean - 2.5).abs() < 1e-12);
-        assert!((error - (5.0_f64 / 3.0 / 4.0).sqrt()).abs() < 1e-12);
-    }
 }
