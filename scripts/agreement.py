@@ -17,12 +17,19 @@ import sys
 def answers(path):
     """The texts of a file by line and number, and the references by line."""
     texts, references = {}, {}
-    with open(path, encoding="utf-8") as lines:
-        for line in map(json.loads, lines):
-            if isinstance(line.get("id"), dict) and "reference" in line["id"]:
-                references[line["line"]] = line["id"]["reference"]
-            for number, one in enumerate(line["completions"]):
-                texts[line["line"], number] = one["text"].strip()
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for line in map(json.loads, lines):
+                if isinstance(line.get("id"), dict) and "reference" in line["id"]:
+                    references[line["line"]] = line["id"]["reference"]
+                for number, one in enumerate(line["completions"]):
+                    texts[line["line"], number] = one["text"].strip()
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sys.exit(f"{path}: is no file of completions")
+    if not texts:
+        sys.exit(f"{path}: has no completions")
     return texts, references
 
 
@@ -36,7 +43,10 @@ def common(a, b):
 def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    import sacrebleu
+    try:
+        import sacrebleu
+    except ModuleNotFoundError:
+        sys.exit("sacrebleu is missing: pip install sacrebleu")
 
     def scores(ours, theirs):
         bleu = sacrebleu.corpus_bleu(ours, [theirs]).score

@@ -5,8 +5,8 @@ Usage: scripts/translation-prompts.py > translation.jsonl
 
 The first four pairs of examples/models/translation.tsv are the examples that every prompt begins
 with, so that a model that was never taught to follow instructions knows what is asked; the others
-are the set. scripts/agreement.py --references translation.jsonl then scores completions against the
-"reference" of each line's id.
+are the set. The "reference" in each line's id comes through to the completions, where
+scripts/agreement.py finds it.
 """
 
 import json

@@ -134,3 +134,29 @@ fn scores_are_the_same_bits_in_every_mode_behind_the_window_and_after_a_rewind()
         }
     }
 }
+
+#[test]
+fn a_file_that_was_cut_off_says_so_with_its_numbers() {
+    let Some(path) = at_hand(SMOLLM2) else { return };
+    let whole = std::fs::read(path).expect("reads");
+    let folder = tempfile::tempdir().expect("a folder");
+    let cut = folder.path().join("cut.gguf");
+    // Inside of the header, of the tensors, and just before the end of the last of them.
+    for (len, says) in [
+        (1000, "its header is damaged"),
+        (50_000_000, "and the file has 50000000; it was cut off"),
+        (whole.len() - 64, "it was cut off"),
+    ] {
+        std::fs::write(&cut, &whole[..len]).expect("writes");
+        let config = folder.path().join("cut.toml");
+        let text = "model = { file = 'cut.gguf' }
+            limits = { max_seqs = 1, max_seq_len = 64, max_batch_tokens = 8 }
+            cache = { mode = 'paged' }";
+        std::fs::write(&config, text).expect("writes");
+        let problem = match kvpool::config::load(&config, &[]) {
+            Ok(source) => load(&source).expect_err("it is not whole").to_string(),
+            Err(error) => error.to_string(),
+        };
+        assert!(problem.contains(says) && problem.contains("cut.gguf"), "{len}: {problem}");
+    }
+}

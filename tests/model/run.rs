@@ -130,6 +130,23 @@ fn the_documented_story_comes_out_of_a_job() {
     assert!(written.len() > 500 && page.expect("a text").contains(written), "{written}");
 }
 
+#[test]
+fn a_file_of_prompts_may_come_from_an_editor_of_windows() {
+    let prompt = r#"{"prompt": "Once upon a time", "max_tokens": 4}"#;
+    let mut files = Vec::new();
+    for content in [format!("{prompt}\n"), format!("\u{feff}{prompt}\r\n\r\n")] {
+        let Some(job) = Job::new(&[content], "", "") else { return };
+        let out = job.run("out", &[]);
+        assert!(out.status.success(), "{out:?}");
+        files.push(job.read("out/completions-default.jsonl"));
+    }
+    let texts = |file: &str| {
+        let line: serde_json::Value = serde_json::from_str(file).expect("JSON");
+        line["completions"].clone()
+    };
+    assert_eq!(texts(&files[0]), texts(&files[1]));
+}
+
 /// Sends a process the signal of Ctrl-C.
 fn interrupt(pid: u32) {
     let sent = Command::new("kill").args(["-INT", &pid.to_string()]).status().expect("runs");
@@ -212,6 +229,10 @@ fn what_does_not_go_together_is_refused_before_anything_is_computed() {
     fs::write(job.at("empty.jsonl"), "\n\n").expect("writes");
     let empty = format!("generate.prompts={:?}", job.at("empty.jsonl"));
     refused(&job.run("new", &["--set", &empty]), "empty.jsonl: has no prompts; expected lines");
+    refused(
+        &job.run("new", &["--set", "generate.prompts='none.jsonl'"]),
+        "the path begins at the current directory",
+    );
     assert!(job.run("out", &[]).status.success());
     refused(&job.run("out", &[]), "--resume goes on with it");
     for set in ["generate.temperature=0.5", "cache.format='bf16'", "generate.max_tokens=4"] {
