@@ -40,9 +40,11 @@ mod speed;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, LazyLock};
 
 use clap::{Args, Parser, Subcommand};
+use signal_hook::{consts, flag};
 
 use crate::bench::{
     BenchError, capi::CrossingError, isolation::IsolationError, manager::ManagerError,
@@ -333,18 +335,29 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
     run::run(source, json, out)
 }
 
+/// What asks the program to end.
+#[cfg(unix)]
+const SIGNALS: &[i32] = &[consts::SIGINT, consts::SIGTERM, consts::SIGHUP];
+#[cfg(not(unix))]
+const SIGNALS: &[i32] = &[consts::SIGINT, consts::SIGTERM];
+
 /// The status of a program that was ended by Ctrl-C, as shells have it.
 const INTERRUPTED: i32 = 130;
 
 /// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call on
 /// that is all that these do; the second time they end the program, whatever it is doing.
+///
+/// No thread waits for signals: one that came to run late would allocate while a job is measured.
 fn stopped_by_signals() -> &'static AtomicBool {
-    static STOP: AtomicBool = AtomicBool::new(false);
-    // Where signals cannot be caught, the default ends the program.
-    let _ = ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(INTERRUPTED);
+    static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
+        let stop = Arc::default();
+        for signal in SIGNALS {
+            // In this order, so that the first one does not end the program. Where signals cannot be
+            // caught, the default does.
+            let _ = flag::register_conditional_shutdown(*signal, INTERRUPTED, Arc::clone(&stop));
+            let _ = flag::register(*signal, Arc::clone(&stop));
         }
+        stop
     });
     &STOP
 }

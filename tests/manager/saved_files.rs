@@ -388,32 +388,3 @@ fn a_device_that_fails_leaves_no_trace() {
         new.release(other).expect("alive");
     }
 }
-
-/// Somebody who may write to the folder puts a file, or a link to one, where the unfinished save goes: nothing
-/// is written through it, and what is written can be read by the owner alone.
-#[test]
-#[cfg(unix)]
-fn an_unfinished_file_of_another_is_not_written_to() {
-    use std::os::unix::fs::PermissionsExt;
-    let folder = Folder::new();
-    let (path, part) = (folder.file("prefixes"), folder.file("prefixes.kvpool-part"));
-    let old = first();
-
-    let victim = folder.file("victim");
-    std::fs::write(&victim, "precious").expect("written");
-    std::os::unix::fs::symlink(&victim, &part).expect("made");
-    let error = old.cache.save_prefixes(&path, &SaveOptions::default()).expect_err("a link");
-    assert!(matches!(error, SaveError::Io { what: "creating the file", .. }), "{error}");
-    assert_eq!(std::fs::read(&victim).expect("there"), b"precious");
-    assert!(!path.exists());
-    std::fs::remove_file(&part).expect("there");
-
-    std::fs::write(&part, "left").expect("written");
-    std::fs::set_permissions(&part, std::fs::Permissions::from_mode(0o666)).expect("mine");
-    let mut spy = std::fs::File::open(&part).expect("there");
-    save(&old.cache, &path);
-    assert_eq!(std::fs::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
-    let mut seen = String::new();
-    std::io::Read::read_to_string(&mut spy, &mut seen).expect("read");
-    assert_eq!(seen, "left", "the file that was open before is another");
-}

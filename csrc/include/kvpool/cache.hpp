@@ -26,7 +26,7 @@ struct CacheKind {
     static kvpool_status_t give_back(kvpool_cache_t c) noexcept {
         const kvpool_status_t status = kvpool_cache_close(c);
         // What waits to be given back to it is gone.
-        if (status == KVPOOL_OK) ending::later.settle(c);
+        if (ending::is_gone(status)) ending::later.settle(c);
         return status;
     }
 };
