@@ -63,6 +63,9 @@ pub enum IsolationError {
 /// Tokens of the prompts that are timed.
 const PROMPT: usize = 2049;
 
+/// The same in whole memory pages of 4096 bytes.
+const PADDED: usize = 3 * 1024;
+
 fn source(
     mode: &str,
     scrub: Scrub,
@@ -105,6 +108,11 @@ fn prompt(seed: u64) -> Vec<u32> {
     (0..PROMPT).map(|_| next()).collect()
 }
 
+/// A prompt, and as many tokens more as whole memory pages have.
+fn padded(seed: u64) -> impl Iterator<Item = u32> {
+    prompt(seed).into_iter().chain(std::iter::repeat_n(0, PADDED - PROMPT))
+}
+
 /// Appends a prompt's tokens without K and V.
 fn fill(cache: &mut Cache, prompt: &[u32], salt: u64) -> Result<(), CacheError> {
     let begun = cache.begin(prompt, options(salt))?;
@@ -126,7 +134,8 @@ fn timed(cache: &mut Cache, prompt: &[u32], salt: u64) -> Result<f64, CacheError
 }
 
 /// Times a tenant's begins: of prompts that another tenant has in the cache, of its own that are,
-/// and of prompts that are new, in turns, the order drawn for each pair.
+/// and of prompts that are new, in turns, the order drawn for each pair. First, as a control, of
+/// prompts of which neither is in the cache: what differs there is the measurement's own.
 ///
 /// # Errors
 /// A cache that does not open.
@@ -134,15 +143,20 @@ pub fn salt(quick: bool) -> Result<Vec<SaltTiming>, IsolationError> {
     let calls = if quick { 400 } else { 20_000 };
     let mut all = Vec::new();
     for mode in ["paged", "contiguous"] {
-        let cases = [("another tenant's prompt", 1), ("the tenant's own prompt", 2)];
+        let cases = [
+            ("another miss", None),
+            ("another tenant's prompt", Some(1)),
+            ("the tenant's own prompt", Some(2)),
+        ];
         for (case, owner) in cases {
             let mut cache = open(mode, Scrub::Off, 1, 8)?;
             // Each kind of prompt is as many texts, so that the processor's caches have as much of
-            // the one as of the other.
-            let theirs: Vec<_> = (0..4).map(prompt).collect();
-            let nobodys: Vec<_> = (100..104).map(prompt).collect();
-            for prompt in &theirs {
-                fill(&mut cache, prompt, owner)?;
+            // the one as of the other. They lie in turns, and all begin at the same place of a
+            // memory page: how fast a text is copied depends on that.
+            let texts: Vec<u32> = (0..8).flat_map(padded).collect();
+            let text = |kind: usize, n: usize| &texts[(2 * n + kind) * PADDED..][..PROMPT];
+            if let Some(owner) = owner {
+                (0..4).try_for_each(|n| fill(&mut cache, text(0, n), owner))?;
             }
             let (mut hits, mut misses) = (Vec::with_capacity(calls), Vec::with_capacity(calls));
             let mut draw = 88_172_645_463_325_252_u64;
@@ -153,8 +167,7 @@ pub fn salt(quick: bool) -> Result<Vec<SaltTiming>, IsolationError> {
                 let mut times = [0.0; 2];
                 for turn in 0..2 {
                     let which = usize::from(draw & 1 == 1) ^ turn;
-                    let text = &[&theirs, &nobodys][which][call % 4];
-                    times[which] = timed(&mut cache, text, 2)?;
+                    times[which] = timed(&mut cache, text(which, call % 4), 2)?;
                 }
                 // The first ones warm up.
                 if call >= 32 {
@@ -267,7 +280,7 @@ mod tests {
     #[test]
     fn both_run() {
         let timings = salt(true).expect("opens");
-        assert_eq!(timings.len(), 4);
+        assert_eq!(timings.len(), 6);
         assert!(timings.iter().all(|timing| timing.calls == 400 && timing.t.is_finite()));
         let timings = scrub(true).expect("opens");
         for timing in &timings {
