@@ -138,16 +138,16 @@ impl Lanes {
 pub struct Products {
     lanes: Lanes,
     /// Rows of activations, filled up with zeros to whole lines. `[rows, lines]`
-    rows: Vec<Line>,
+    rows: Lines,
     /// Expanded columns of each worker. `[workers, COLUMNS, lines]`
-    columns: Vec<Line>,
+    columns: Lines,
 }
 
 impl Products {
     /// With the instructions that a choice of kernels stands for.
     #[must_use]
     pub fn new(kernel: KernelChoice) -> Self {
-        Self { lanes: Lanes::choose(kernel), rows: Vec::new(), columns: Vec::new() }
+        Self { lanes: Lanes::choose(kernel), rows: Lines::default(), columns: Lines::default() }
     }
 
     /// Computes the products of rows of activations with several matrices of the same depth.
@@ -171,11 +171,7 @@ impl Products {
             assert_eq!(out.len(), rows * weights.columns, "out is [rows, columns]");
         }
         let lines = depth.div_ceil(WIDTH);
-        self.fill_rows(x, depth, lines);
-        let room = threads.count() * COLUMNS * lines;
-        if self.columns.len() < room {
-            self.columns.resize(room, [0.0; WIDTH]);
-        }
+        fill_rows(x, depth, self.rows.first(rows * lines));
         let parts: Vec<Part<'_>> = parts
             .iter_mut()
             .map(|(weights, out)| Part {
@@ -185,26 +181,40 @@ impl Products {
             })
             .collect();
         let job = Job {
-            rows: &self.rows[..rows * lines],
+            rows: self.rows.first(rows * lines),
             lines,
-            columns: Disjoint::new(&mut self.columns),
+            columns: Disjoint::new(self.columns.first(threads.count() * COLUMNS * lines)),
             parts: &parts,
         };
         let items = parts.iter().map(|part| part.items).sum();
         let lanes = self.lanes;
         threads.run(items, &|worker, item| job.run(lanes, worker, item))
     }
+}
 
-    /// Copies the activations to whole lines.
-    fn fill_rows(&mut self, x: &[f32], depth: usize, lines: usize) {
-        let room = x.len() / depth * lines;
-        if self.rows.len() < room {
-            self.rows.resize(room, [0.0; WIDTH]);
+/// Copies activations to whole lines.
+fn fill_rows(x: &[f32], depth: usize, rows: &mut [Line]) {
+    let lines = depth.div_ceil(WIDTH);
+    for (x, row) in x.chunks_exact(depth).zip(rows.chunks_exact_mut(lines)) {
+        row[lines - 1] = [0.0; WIDTH];
+        row.as_flattened_mut()[..depth].copy_from_slice(x);
+    }
+}
+
+/// Memory of lines, each within one line of the processor's cache: where the allocator happens to
+/// begin costs nothing then.
+#[derive(Debug, Default)]
+struct Lines(Vec<f32>);
+
+impl Lines {
+    /// The first `count` of them; new ones are zeros.
+    fn first(&mut self, count: usize) -> &mut [Line] {
+        let len = count * WIDTH;
+        if self.0.len() < len + WIDTH {
+            self.0.resize(len + WIDTH, 0.0);
         }
-        for (x, line) in x.chunks_exact(depth).zip(self.rows.chunks_exact_mut(lines)) {
-            line[lines - 1] = [0.0; WIDTH];
-            line.as_flattened_mut()[..depth].copy_from_slice(x);
-        }
+        let start = self.0.as_ptr().align_offset(size_of::<Line>()).min(WIDTH);
+        self.0[start..start + len].as_chunks_mut().0
     }
 }
 
