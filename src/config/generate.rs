@@ -40,6 +40,10 @@ pub struct GenerateConfig {
     /// Whether an answer goes on behind the tokens that end one.
     #[serde(default)]
     pub ignore_end: bool,
+    /// Whether Q, K and V are turned by a Walsh-Hadamard matrix before they are stored, and outputs back:
+    /// INT8 then loses less. The engine rotates K by its position itself, in front of that.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub spread: bool,
 }
 
 /// What completes prompts.

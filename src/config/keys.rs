@@ -122,6 +122,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("generate.seed", "expected a whole number from 0 to 9,223,372,036,854,775,807"),
     ("generate.stop", "expected a list of texts"),
     ("generate.ignore_end", "expected true or false"),
+    ("generate.spread", "expected true or false"),
     ("cost", "expected a table [cost] with bandwidth, step_us and weight_bytes"),
     (
         "cost.bandwidth",

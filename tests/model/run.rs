@@ -131,6 +131,31 @@ fn the_documented_story_comes_out_of_a_job() {
 }
 
 #[test]
+fn spread_keys_and_values_write_the_same_text_and_are_another_setting() {
+    let prompts = [r#"{"prompt": "Once upon a time", "max_tokens": 60}"#.to_owned()];
+    let Some(job) = Job::new(&prompts, "", "") else { return };
+    let text = |folder: &str| {
+        let line: serde_json::Value =
+            serde_json::from_str(&job.read(&format!("{folder}/completions-default.jsonl")))
+                .expect("JSON");
+        line["completions"][0]["text"].as_str().expect("a text").to_owned()
+    };
+    assert!(job.run("plain", &[]).status.success());
+    let spread = ["--set", "generate.spread=true"];
+    for (folder, mode) in [("paged", "paged"), ("contiguous", "contiguous")] {
+        let mode = format!("cache.mode='{mode}'");
+        let out = job.run(folder, &[&spread[..], &["--set", &mode]].concat());
+        assert!(out.status.success(), "{out:?}");
+        assert_eq!(text(folder), text("plain"), "f16 has room for both");
+    }
+    let int8 = [&spread[..], &["--set", "cache.format='int8'"]].concat();
+    assert!(job.run("int8", &int8).status.success());
+    assert!(text("int8").starts_with(&text("plain")[..20]), "{}", text("int8"));
+    let other = job.run("plain", &[&spread[..], &["--resume"]].concat());
+    assert_eq!(other.status.code(), Some(2), "{other:?}");
+}
+
+#[test]
 fn a_file_of_prompts_may_come_from_an_editor_of_windows() {
     let prompt = r#"{"prompt": "Once upon a time", "max_tokens": 4}"#;
     let mut files = Vec::new();

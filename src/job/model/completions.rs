@@ -216,6 +216,9 @@ pub fn drive(
     resolve_budget(&mut config).map_err(OpenError::from)?;
     let plan = Plan::new(&config, &model.file.geometry)?;
     let mut engine = Engine::new(model, &plan, &config.device)?;
+    if super::spreads(&config) {
+        engine.spread(&plan)?;
+    }
     let mut cache = Cache::open_on_device(plan, &config.device, None)?;
     let began = Instant::now();
     let counts = batch::run(&mut engine, &mut cache, &model.tokenizer, requests, listener, stop)?;

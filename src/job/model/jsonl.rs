@@ -129,8 +129,9 @@ struct CompletionText<'a> {
 fn made_from(request: &Request, config: &Config) -> String {
     // What is not named changes nothing that is written.
     let Request { prompt, answers, max_tokens, sampling, stop, ignore_ends } = request;
+    let spreads = if super::spreads(config) { " spread" } else { "" };
     let settings = format!(
-        "{answers} {max_tokens} {sampling:?} {stop:?} {ignore_ends} {:?} {:?} {:?} {:?} {}",
+        "{answers} {max_tokens} {sampling:?} {stop:?} {ignore_ends} {:?} {:?} {:?} {:?} {}{spreads}",
         config.model,
         config.cache.format,
         config.cache.int8,

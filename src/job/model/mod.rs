@@ -50,11 +50,18 @@ pub fn config_of(source: &Source) -> Config {
     rotated_as(&source.config, source)
 }
 
-/// The same for a variant's configuration.
+/// Whether the engine is to turn K and V before they are stored ([`Engine::spread`]).
+fn spreads(config: &Config) -> bool {
+    config.generate.as_ref().is_some_and(|generate| generate.spread)
+}
+
+/// The same for a variant's configuration. Where the engine spreads K, it rotates it too.
 fn rotated_as(config: &Config, source: &Source) -> Config {
     let mut config = config.clone();
     config.workload = None;
-    if let Some(file) = &source.model_file {
+    if spreads(&config) {
+        config.rope = None;
+    } else if let Some(file) = &source.model_file {
         config.rope = Some(file.rope.clone());
     }
     config
