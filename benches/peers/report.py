@@ -15,9 +15,13 @@ from shapes import SHAPES
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FORMAT_BITS = {"int8": 8}  # all others are compared with 16
+# bf16 with kernel = "avx512-bf16": queries and weights are rounded to bf16, as peers in bf16 do.
+ONE_TERM = "bf16 (one term)"
 INTRODUCTION = """\
 Made by `benches/peers/report.py`; `benches/peers/README.md` says what is measured and how. Ratios
-above 1: we are faster. *error*: how far the peer's result is off, in % of its largest value.
+above 1: we are faster. *error*: how far the result of ours, and of the peer, is off, in % of its largest
+value. *bf16 (one term)* is bf16 with `kernel = "avx512-bf16"`: queries and weights are rounded to
+bf16 before they are multiplied, as by peers in bf16; all else of ours keeps 16 bits of them or more.
 """
 
 
@@ -51,7 +55,8 @@ def rows_of(place, ours, peers):
     rows = []
     for (mode, form), one in medians(ours, lambda one: (one["mode"], one["format"])).items():
         row = place | {"format": form, "mode": mode}
-        row |= {name: one[name] for name in ("path", "median_us", "gbps", "dram_gbps", "fraction")}
+        names = ("path", "error", "median_us", "gbps", "dram_gbps", "fraction")
+        row |= {name: one[name] for name in names}
         for bits in (16, 8):
             peer = best.get(bits)
             row[f"peer_{bits}"] = peer and {
@@ -93,12 +98,12 @@ def fraction(row):
 
 def contest_lines(rows):
     """Ours, each beside the fastest peer."""
-    columns = ("shape", "threads", "ours", "us", "% of DRAM")
+    columns = ("shape", "threads", "ours", "error %", "us", "% of DRAM")
     columns += ("fastest peer with as many bits", "error %", "us", "ratio")
     lines = []
     for row in rows:
         cells = [row["shape"], str(row["threads"]), f"{row['format']} {row['mode']}"]
-        cells += [microseconds(row["median_us"]), fraction(row)]
+        cells += [per_cent(row["error"]), microseconds(row["median_us"]), fraction(row)]
         peer = opponent(row)
         if peer is None:
             lines.append([*cells, "-", "", "", ""])
@@ -124,7 +129,7 @@ def peers_lines(peers):
 
 
 def readme_lines(rows):
-    """The short table: f16 and INT8, slots and blocks."""
+    """The short table: f16 and INT8, slots and blocks; and bf16 as the peers multiply."""
     columns = ["µs for one layer", "threads"]
     for form, bits in (("f16", "16-bit"), ("INT8", "8-bit")):
         columns += [f"{form}: contiguous / paged", f"fastest {bits} peer", "ratio"]
@@ -134,6 +139,9 @@ def readme_lines(rows):
             here = [row for row in rows if (row["shape"], row["threads"]) == (shape.name, threads)]
             cells = [*readme_cells(here, "f16"), *readme_cells(here, "int8")]
             lines.append([shape.title, str(threads), *cells])
+            if any(row["format"] == ONE_TERM for row in here):
+                cells = [*readme_cells(here, ONE_TERM), "", "", ""]
+                lines.append([f"{shape.title}, {ONE_TERM} instead of f16", str(threads), *cells])
     return table(columns, lines)
 
 

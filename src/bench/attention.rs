@@ -4,6 +4,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::deviation::Right;
+use super::inputs::{FILL_TOKENS, Inputs, tokens_a_step};
 use super::{BenchError, Measurement, Options};
 use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
 use crate::config::{CacheMode, Format, Source, parse};
@@ -124,46 +126,6 @@ struct Case {
 /// Layers of an append case.
 const APPEND_LAYERS: u64 = 16;
 
-/// The tokens of one step while a case is filled.
-const FILL_TOKENS: u32 = 1024;
-
-/// Tensors for the largest step, the same for every layer and variant.
-struct Inputs {
-    kv: Vec<f32>,
-    q: Vec<f32>,
-}
-
-impl Inputs {
-    fn new(shape: &Shape) -> Self {
-        let rows = (shape.rows * shape.num_seqs) as usize;
-        let kv_row = (shape.num_kv_heads * shape.head_dim) as usize;
-        let q_row = (shape.num_q_heads * shape.head_dim) as usize;
-        // Twice the largest step, so that K and V are different stretches.
-        let kv = normal(1, 2 * rows.max(FILL_TOKENS as usize) * kv_row);
-        Self { kv, q: normal(2, rows * q_row) }
-    }
-
-    /// K and V of `tokens` tokens.
-    fn kv(&self, tokens: usize, row: usize) -> (TensorRef<'_>, TensorRef<'_>) {
-        let half = self.kv.len() / 2;
-        let len = tokens * row;
-        (TensorRef::F32(&self.kv[..len]), TensorRef::F32(&self.kv[half..half + len]))
-    }
-}
-
-/// Roughly normal numbers from a fixed seed.
-fn normal(seed: u64, count: usize) -> Vec<f32> {
-    let mut state = seed;
-    let mut piece = move || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        #[expect(clippy::cast_precision_loss, reason = "16 bits")]
-        let value = (state >> 48) as f32 / 65536.0 - 0.5;
-        value
-    };
-    (0..count).map(|_| (piece() + piece() + piece() + piece()) * 1.732).collect()
-}
-
 /// The configuration of one variant of a shape, and its layers.
 fn configuration(
     shape: &Shape,
@@ -239,7 +201,7 @@ fn fill(
     let seqs: Vec<SeqHandle> = (0..shape.num_seqs)
         .map(|_| cache.begin(&[], BeginOptions::default()).map(|begun| begun.sequence))
         .collect::<Result<_, _>>()?;
-    let per_seq = (FILL_TOKENS / shape.num_seqs).max(1);
+    let per_seq = tokens_a_step(shape);
     let mut done = 0;
     while done < shape.cached {
         let now = per_seq.min(shape.cached - done);
@@ -398,11 +360,13 @@ pub(super) fn measure(
         }
         round += 1;
     }
+    let right = Right::new(shape, &inputs);
     let mut measured = Vec::new();
     for (case, times) in cases.iter_mut().zip(times) {
         let checksum = case.checksum(shape.operation, &inputs, &mut out);
         let checksum = checksum.expect("the plan holds the shape");
-        measured.push(summary(shape, case, times, checksum));
+        let error = right.as_ref().map(|right| right.error(&out));
+        measured.push(Measurement { error, ..summary(shape, case, times, checksum) });
     }
     Ok(measured)
 }
@@ -435,6 +399,7 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
         fraction: 0.0,
         gflops: shape.flops() / median / 1e9,
         calls: times.len(),
+        error: None,
         checksum: format!("{checksum:016x}"),
     }
 }
@@ -465,6 +430,30 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Steps that fill are of different lengths here, and every sequence has keys of its own.
+    #[test]
+    fn results_err_as_their_formats_do() {
+        let shape = Shape {
+            num_q_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 32,
+            num_seqs: 3,
+            cached: 700,
+            ..shapes(Operation::Decode)[0]
+        };
+        for rows in [1, 5] {
+            let shape = Shape { rows, ..shape };
+            let mut options = Options::of(Operation::Decode, Format::F32, CacheMode::Paged);
+            options.formats.push(Format::Int8);
+            (options.seconds, options.footprint_bytes) = (0.0, 1 << 20);
+            let measured = measure(&shape, &options, 1).expect("the machine has 2 MiB");
+            let errors: Vec<f64> = measured.iter().filter_map(|one| one.error).collect();
+            assert!(errors[0] < 1e-5 && 1e-4 < errors[1] && errors[1] < 0.1, "{errors:?}");
+        }
+        let append = shapes(Operation::Append)[0];
+        assert!(Right::new(&append, &Inputs::new(&append)).is_none());
     }
 
     #[test]

@@ -9,8 +9,10 @@
 mod attention;
 pub mod capi;
 pub mod cost;
+mod deviation;
 mod dram;
 mod error;
+mod inputs;
 pub mod isolation;
 pub mod manager;
 pub mod on_demand;
@@ -89,6 +91,9 @@ pub struct Measurement {
     pub gflops: f64,
     /// Calls that the median is over.
     pub calls: usize,
+    /// Of attention: how far it is off attention in f64 over the numbers before storage, at most, as a
+    /// part of the largest number of the result; over the first and the last new token.
+    pub error: Option<f64>,
     /// A hash of the outputs: equal between the modes of one format and shape.
     pub checksum: String,
 }
