@@ -36,7 +36,8 @@ pub use layout::{
 pub use reuse::{GroupReuse, ReusePlan};
 pub use rope::{Rope, RopeTable, rotated};
 pub use workspace::{
-    CpuWorkspace, HEADS_AT_ONCE, ITEMS_PER_THREAD, KV_HEADS_AT_ONCE, LANES, TILE_TOKENS,
+    CpuWorkspace, ELEMENTS_AT_ONCE, HEADS_AT_ONCE, ITEMS_PER_THREAD, KV_HEADS_AT_ONCE, LANES,
+    TILE_TOKENS,
 };
 
 use serde::Serialize;

@@ -23,6 +23,11 @@ pub const ITEMS_PER_THREAD: u32 = 4;
 /// comes from memory faster than a short run here and there.
 pub const KV_HEADS_AT_ONCE: u32 = 8;
 
+/// Elements of a row's queries, and of its accumulators, that are kept in the nearest cache while
+/// 16-bit formats and f32 are computed in f32 lanes: as long as there are no more, more KV heads
+/// than [`KV_HEADS_AT_ONCE`] are computed side by side.
+pub const ELEMENTS_AT_ONCE: u32 = 4096;
+
 /// Query heads, over several rows, that are computed side by side: what a tile's keys and values
 /// are read and converted for once. Their queries and accumulators are to stay in the nearest
 /// caches.
@@ -62,10 +67,12 @@ impl CpuWorkspace {
     }
 
     /// KV heads of one row that are computed side by side, at most: no more query heads than those
-    /// of several rows.
+    /// of several rows. `lanes`: in f32 lanes, where queries have no other form.
     #[must_use]
-    pub fn kv_heads_at_once(&self) -> u32 {
-        self.num_kv_heads.min(self.max_rows()).clamp(1, KV_HEADS_AT_ONCE)
+    pub fn kv_heads_at_once(&self, lanes: bool) -> u32 {
+        let elements = (self.q_heads_per_kv_head * self.padded_dim).max(1);
+        let few = if lanes { ELEMENTS_AT_ONCE / elements } else { 0 };
+        self.num_kv_heads.min(self.max_rows()).clamp(1, KV_HEADS_AT_ONCE.max(few))
     }
 
     /// f32 numbers of one partial result: running maximum and sum of each head (padded to lanes),
@@ -94,11 +101,15 @@ impl CpuWorkspace {
 
     /// What is kept of all heads that a thread computes side by side, be they those of several
     /// rows and one KV head or of one row and several KV heads: `len` says how much it is for
-    /// some heads of one KV head.
-    fn of_all_heads(&self, len: impl Fn(u64) -> Result<u64, Overflow>) -> Result<u64, Overflow> {
+    /// some heads of one KV head. `lanes`: as of [`Self::kv_heads_at_once`].
+    fn of_all_heads(
+        &self,
+        lanes: bool,
+        len: impl Fn(u64) -> Result<u64, Overflow>,
+    ) -> Result<u64, Overflow> {
         let rows = len(u64::from(self.max_heads()))?;
         let kv_heads = Bytes(len(u64::from(self.q_heads_per_kv_head))?)
-            .try_mul(u64::from(self.kv_heads_at_once()))?;
+            .try_mul(u64::from(self.kv_heads_at_once(lanes)))?;
         Ok(rows.max(kv_heads.get()))
     }
 
@@ -107,7 +118,7 @@ impl CpuWorkspace {
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn all_coded_len(&self) -> Result<u64, Overflow> {
-        self.of_all_heads(|heads| self.coded_len(heads))
+        self.of_all_heads(false, |heads| self.coded_len(heads))
     }
 
     /// f32 numbers of the partial results of all heads.
@@ -115,7 +126,7 @@ impl CpuWorkspace {
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.
     pub fn all_partials_len(&self) -> Result<u64, Overflow> {
-        self.of_all_heads(|heads| self.partial_len(heads))
+        self.of_all_heads(true, |heads| self.partial_len(heads))
     }
 
     /// f32 numbers that hold a tile's weights in another form: as two terms in bf16, `[max_heads,
@@ -258,5 +269,25 @@ mod tests {
                 assert_eq!(pairs, sizes.split_pairs(), "{threads} {num_kv_heads}");
             }
         }
+    }
+
+    #[test]
+    fn more_kv_heads_are_taken_at_once_where_they_are_small() {
+        let sizes = |num_kv_heads, q_heads_per_kv_head, padded_dim| CpuWorkspace {
+            threads: 1,
+            q_heads_per_kv_head,
+            num_kv_heads,
+            head_dim: padded_dim,
+            padded_dim,
+            max_splits: 1,
+            rope_len: 0,
+        };
+        assert_eq!(sizes(32, 1, 128).kv_heads_at_once(true), 32);
+        assert_eq!(sizes(32, 1, 128).kv_heads_at_once(false), KV_HEADS_AT_ONCE);
+        assert_eq!(sizes(32, 2, 128).kv_heads_at_once(true), 16);
+        assert_eq!(sizes(32, 4, 256).kv_heads_at_once(true), KV_HEADS_AT_ONCE);
+        assert_eq!(sizes(4, 1, 64).kv_heads_at_once(true), 4);
+        // No more query heads than those of several rows.
+        assert_eq!(sizes(32, 64, 16).kv_heads_at_once(true), 2);
     }
 }

@@ -126,6 +126,7 @@ struct Deal {
 
 impl Deal {
     fn new(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> Self {
+        let lanes = matches!(job.layout.format.element, Format::F16 | Format::F32);
         let single_rows = job.seqs.iter().all(|seq| seq.rows <= 1);
         let side_by_side = single_rows && takes_heads_together(job, sizes);
         let num_kv_heads = job.layout.num_kv_heads as usize;
@@ -134,7 +135,7 @@ impl Deal {
             let ends = job.seqs.iter().map(|seq| seq.first_position + seq.rows);
             ends.max().unwrap_or(0).div_ceil(SPLIT_TOKENS) as usize
         });
-        let mut kv_heads = if side_by_side { sizes.kv_heads_at_once() as usize } else { 1 };
+        let mut kv_heads = if side_by_side { sizes.kv_heads_at_once(lanes) as usize } else { 1 };
         // As many heads at once as there is room for, but still something to do for everyone.
         let items = job.rows * splits.unwrap_or(1);
         while kv_heads > 1 && sizes.threads > 1 && items * num_kv_heads.div_ceil(kv_heads) < enough
