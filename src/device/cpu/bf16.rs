@@ -179,6 +179,7 @@ pub(super) fn bits(seen: [Keys; 2]) -> u64 {
 impl<const TERMS: usize> Products for Bf16<TERMS> {
     type Isa = Avx512;
     const IN_RUNS: bool = true;
+    const WEIGHT_LINES: usize = 2 * TERMS;
 
     #[inline(always)]
     fn isa(self) -> Avx512 {
@@ -267,24 +268,26 @@ impl<const TERMS: usize> Products for Bf16<TERMS> {
         acc: &mut [Line],
     ) {
         self.encode_weights(weights, memory);
-        let lines = task.padded_dim / WIDTH;
-        let (first, last) = (tile.all_seen_by(task, 0), tile.all_seen_by(task, task.rows - 1));
-        let rows = if first && last { task.rows } else { 1 };
-        let mut ahead = Some(ahead);
-        for row in (0..task.rows).step_by(rows) {
-            let seen = bits(tile.seen_by(task, row));
-            let (mut g, end) = (row * task.group, (row + rows) * task.group);
-            while g < end {
-                let (memory, acc) = (&memory[g * 2 * TERMS..], &mut acc[g * lines..]);
-                match end - g {
-                    1 => self.add::<1>(tile, ahead.take(), seen, memory, lines, acc),
-                    2 => self.add::<2>(tile, ahead.take(), seen, memory, lines, acc),
-                    3 => self.add::<3>(tile, ahead.take(), seen, memory, lines, acc),
-                    _ => self.add::<4>(tile, ahead.take(), seen, memory, lines, acc),
-                }
-                g += HEADS;
-            }
-        }
+        self.add_all(task, tile, (0, TILE), ahead, memory, acc);
+    }
+
+    #[inline(always)]
+    fn weights(self, weights: &[TileRow], memory: &mut [Line]) {
+        self.encode_weights(weights, memory);
+    }
+
+    #[inline(always)]
+    fn values_of_run(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        run: Keys,
+        ahead: &mut impl Ahead,
+        _: &[TileRow],
+        memory: &[Line],
+        acc: &mut [Line],
+    ) {
+        self.add_all(task, tile, run, ahead, memory, acc);
     }
 
     #[inline(always)]
@@ -352,13 +355,45 @@ impl<const TERMS: usize> Bf16<TERMS> {
         op!(_mm512_add_ps(even, odd))
     }
 
-    /// Adds the weighted values of the keys whose bits are set to the accumulators of `G` heads.
+    /// Adds the weighted values of the keys `within` to the accumulators of all heads.
+    #[inline(always)]
+    fn add_all(
+        self,
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        within: Keys,
+        ahead: &mut impl Ahead,
+        memory: &[Line],
+        acc: &mut [Line],
+    ) {
+        let lines = task.padded_dim / WIDTH;
+        let (first, last) = (tile.all_seen_by(task, 0), tile.all_seen_by(task, task.rows - 1));
+        let rows = if first && last { task.rows } else { 1 };
+        let mut ahead = Some(ahead);
+        for row in (0..task.rows).step_by(rows) {
+            let keys = (within, bits(tile.seen_by(task, row)));
+            let (mut g, end) = (row * task.group, (row + rows) * task.group);
+            while g < end {
+                let (memory, acc) = (&memory[g * 2 * TERMS..], &mut acc[g * lines..]);
+                match end - g {
+                    1 => self.add::<1>(tile, ahead.take(), keys, memory, lines, acc),
+                    2 => self.add::<2>(tile, ahead.take(), keys, memory, lines, acc),
+                    3 => self.add::<3>(tile, ahead.take(), keys, memory, lines, acc),
+                    _ => self.add::<4>(tile, ahead.take(), keys, memory, lines, acc),
+                }
+                g += HEADS;
+            }
+        }
+    }
+
+    /// Adds the weighted values of the keys of a range whose bits are set to the accumulators of
+    /// `G` heads.
     #[inline(always)]
     fn add<const G: usize>(
         self,
         tile: &Tile<'_>,
         mut ahead: Option<&mut impl Ahead>,
-        seen: u64,
+        keys: (Keys, u64),
         weights: &[Line],
         lines: usize,
         acc: &mut [Line],
@@ -367,12 +402,12 @@ impl<const TERMS: usize> Bf16<TERMS> {
         if parts.is_multiple_of(2) {
             for part in (0..parts).step_by(2) {
                 let ahead = ahead.as_deref_mut();
-                self.add_parts::<G, 2>(tile, ahead, seen, part, weights, lines, acc);
+                self.add_parts::<G, 2>(tile, ahead, keys, part, weights, lines, acc);
             }
         } else {
             for part in 0..parts {
                 let ahead = ahead.as_deref_mut();
-                self.add_parts::<G, 1>(tile, ahead, seen, part, weights, lines, acc);
+                self.add_parts::<G, 1>(tile, ahead, keys, part, weights, lines, acc);
             }
         }
     }
@@ -384,7 +419,7 @@ impl<const TERMS: usize> Bf16<TERMS> {
         self,
         tile: &Tile<'_>,
         mut ahead: Option<&mut impl Ahead>,
-        seen: u64,
+        ((from, to), seen): (Keys, u64),
         first: usize,
         weights: &[Line],
         lines: usize,
@@ -402,7 +437,7 @@ impl<const TERMS: usize> Bf16<TERMS> {
             }
         }
         let mut piece = None;
-        for pair in 0..PAIRS {
+        for pair in from / 2..to.min(TILE) / 2 {
             let key = 2 * pair;
             if let Some(ahead) = &mut ahead {
                 if key.is_multiple_of(QUAD) {

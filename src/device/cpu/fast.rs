@@ -32,9 +32,8 @@ pub(super) trait Products: Copy {
     /// so that both are read as one run. What is computed on for longer than it is read gains
     /// nothing from that, and loses.
     const IN_RUNS: bool;
-
-    /// Whether, where [`Products::IN_RUNS`], the values are added run by run too.
-    const VALUES_IN_RUNS: bool = false;
+    /// Lines of a query head's weights in the form that `values_of_run` takes.
+    const WEIGHT_LINES: usize = 0;
 
     /// The instructions.
     fn isa(self) -> Self::Isa;
@@ -68,19 +67,22 @@ pub(super) trait Products: Copy {
         memory: &mut [Line],
         acc: &mut [Line],
     );
-    /// The same for the keys of one run, the runs in ascending order, where
-    /// [`Products::VALUES_IN_RUNS`].
+    /// Brings the weights of a KV head into the form that `values_of_run` takes, where
+    /// [`Products::IN_RUNS`]. `memory`: the KV head's part of [`Split::weights`]
     #[inline(always)]
+    fn weights(self, _weights: &[TileRow], _memory: &mut [Line]) {}
+    /// The same as `values` for the keys of one run, the runs in ascending order, where
+    /// [`Products::IN_RUNS`]. `memory`: as `weights` has left it
     fn values_of_run(
         self,
-        _task: &Task<'_>,
-        _tile: &Tile<'_>,
-        _run: Keys,
-        _ahead: &mut impl Ahead,
-        _weights: &[TileRow],
-        _acc: &mut [Line],
-    ) {
-    }
+        task: &Task<'_>,
+        tile: &Tile<'_>,
+        run: Keys,
+        ahead: &mut impl Ahead,
+        weights: &[TileRow],
+        memory: &[Line],
+        acc: &mut [Line],
+    );
     /// How often the first heads go over the tile's values.
     fn passes(self, tile: &Tile<'_>, heads: usize) -> usize;
     /// What is left to do with a split's accumulators.
@@ -103,7 +105,6 @@ impl<I: Copy, E> Copy for Lanes<I, E> {}
 impl<I: Isa, E: Element> Products for Lanes<I, E> {
     type Isa = I;
     const IN_RUNS: bool = E::BYTES > 1;
-    const VALUES_IN_RUNS: bool = true;
 
     #[inline(always)]
     fn isa(self) -> I {
@@ -135,7 +136,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         tile: &Tile<'_>,
         ahead: &mut impl Ahead,
         weights: &[TileRow],
-        _memory: &mut [Line],
+        _: &mut [Line],
         acc: &mut [Line],
     ) {
         all_values::<I, E>(self.0, task, tile, (0, TILE), ahead, weights, acc);
@@ -149,6 +150,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         run: Keys,
         ahead: &mut impl Ahead,
         weights: &[TileRow],
+        _: &[Line],
         acc: &mut [Line],
     ) {
         all_values::<I, E>(self.0, task, tile, run, ahead, weights, acc);
@@ -214,8 +216,7 @@ fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<
 }
 
 /// Computes one split of several KV heads whose vectors lie in blocks, in the order in which they
-/// lie there: all heads' scores of a tile, block by block, and then their values, block by block
-/// where [`Products::VALUES_IN_RUNS`], else head by head.
+/// lie there: all heads' scores of a tile, block by block, and then their values, block by block.
 #[inline(always)]
 fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     let task = work.task;
@@ -224,6 +225,7 @@ fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     let heads = task.heads();
     let scores = work.scores.as_chunks_mut::<TILE>().0;
     let memory = work.weights.as_chunks_mut().0;
+    let memory_lines = P::WEIGHT_LINES * heads;
     let ([k_scales, v_scales], _) = work.row_scales.as_chunks_mut::<TILE>() else {
         return;
     };
@@ -231,49 +233,35 @@ fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
     work.parts.clear();
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.next_tile(task) {
-        if P::VALUES_IN_RUNS {
-            steps.next.touch(isa);
-        }
+        steps.next.touch(isa);
         for run in 0..steps.tile.runs() {
             let quads = steps.tile.quads_of(run);
             for kv_head in 0..task.kv_heads as usize {
                 steps.tile.turn_to(kv_head);
                 let q = &q[kv_head * lines..][..lines];
                 let scores = &mut scores[kv_head * heads..][..heads];
-                if P::VALUES_IN_RUNS {
-                    let mut ahead = steps.later_in_runs(Kv::K, run, kv_head, task.group, 1);
-                    products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
-                } else {
-                    let mut ahead = steps.tile.ahead_in_runs::<true>(run, kv_head);
-                    products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
-                }
+                let mut ahead = steps.later_in_runs(Kv::K, run, kv_head, task.group, 1);
+                products.scores(&steps.tile, quads, &mut ahead, q, lines, scores);
             }
         }
-        let passes = products.passes(&steps.tile, heads);
         steps.tile.row_scales(task, k_scales, v_scales);
         for kv_head in 0..task.kv_heads as usize {
             steps.tile.turn_to(kv_head);
-            let tile = &steps.tile;
             let scores = &mut scores[kv_head * heads..][..heads];
             let mut part = work.parts.of(kv_head);
-            isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
-            if !P::VALUES_IN_RUNS {
-                let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-                let mut ahead = steps.values_ahead_in_runs(kv_head, passes);
-                products.values(task, tile, &mut ahead, scores, memory, acc);
-            }
+            isa.all_weights(task, &steps.tile, all, [k_scales, v_scales], scores, &mut part);
+            products.weights(scores, &mut memory[kv_head * memory_lines..][..memory_lines]);
         }
-        if !P::VALUES_IN_RUNS {
-            continue;
-        }
+        let passes = products.passes(&steps.tile, heads);
         for run in 0..steps.tile.runs() {
             let keys = steps.tile.keys_of(run);
             for kv_head in 0..task.kv_heads as usize {
                 steps.tile.turn_to(kv_head);
                 let scores = &scores[kv_head * heads..][..heads];
+                let memory = &memory[kv_head * memory_lines..][..memory_lines];
                 let acc = work.parts.of(kv_head).acc.as_chunks_mut::<WIDTH>().0;
                 let mut ahead = steps.later_in_runs(Kv::V, run, kv_head, task.group, passes);
-                products.values_of_run(task, &steps.tile, keys, &mut ahead, scores, acc);
+                products.values_of_run(task, &steps.tile, keys, &mut ahead, scores, memory, acc);
             }
         }
     }
@@ -341,17 +329,6 @@ impl<'a> Steps<'a> {
         false
     }
 
-    /// What to ask for while a KV head's values are added up, in `passes` pieces for each quad,
-    /// where all heads' scores come first: the next head's values, or the next tile's first keys.
-    #[inline(always)]
-    fn values_ahead_in_runs(&self, kv_head: usize, passes: usize) -> Vectors<'a, true> {
-        if kv_head + 1 < self.kv_heads {
-            self.tile.ahead(Kv::V, kv_head + 1, passes)
-        } else {
-            self.next.first_in_runs(passes)
-        }
-    }
-
     /// What is read some steps after a run of one KV head, where each step is one: K vectors of all
     /// runs, then V vectors, then the next tile's K vectors. Steps of several query heads take
     /// longer, and are best begun with later ones under way.
@@ -399,13 +376,36 @@ impl<'a> Steps<'a> {
         isa: I,
         passes: usize,
     ) -> Vectors<'a, SPREAD> {
-        let (tile, kv_head) = if self.kv_head + 1 < self.kv_heads {
+        self.scales_ahead(isa);
+        self.step_ahead(Kv::K, passes)
+    }
+
+    /// Keys or values of the step after this one, in `passes` pieces for each quad.
+    #[inline(always)]
+    pub(super) fn step_ahead<const SPREAD: bool>(
+        &self,
+        kv: Kv,
+        passes: usize,
+    ) -> Vectors<'a, SPREAD> {
+        let (tile, kv_head) = self.next_step();
+        tile.ahead(kv, kv_head, passes)
+    }
+
+    /// Asks for the scales of the step after this one.
+    #[inline(always)]
+    pub(super) fn scales_ahead<I: Isa>(&self, isa: I) {
+        let (tile, kv_head) = self.next_step();
+        tile.prefetch_scales(isa, kv_head);
+    }
+
+    /// The tile and the KV head of the step after this one.
+    #[inline(always)]
+    fn next_step(&self) -> (&Tile<'a>, usize) {
+        if self.kv_head + 1 < self.kv_heads {
             (&self.tile, self.kv_head + 1)
         } else {
             (&self.next, 0)
-        };
-        tile.prefetch_scales(isa, kv_head);
-        tile.ahead(Kv::K, kv_head, passes)
+        }
     }
 }
 

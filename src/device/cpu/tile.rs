@@ -234,8 +234,10 @@ impl<'a> Tile<'a> {
             pool: self.pool,
             at: [0; QUADS],
             quads: if self.seen == [(0, 0); 2] { 0 } else { QUADS },
-            next: 0,
-            shift,
+            quad: 0,
+            first: 0,
+            left: 0,
+            pieces: 1 << shift,
             bytes: (QUAD * self.row_bytes) >> shift,
             even: passes.is_power_of_two(),
         };
@@ -275,52 +277,6 @@ impl<'a> Tile<'a> {
             bytes: (QUAD * self.row_bytes) >> shift,
             even: passes.is_power_of_two(),
         }
-    }
-
-    /// What is read one KV head's K vectors later than those of a run and a KV head, where all KV
-    /// heads' scores come before their values: more K vectors, or the first KV head's V vectors.
-    #[inline(always)]
-    pub(super) fn ahead_in_runs<const SPREAD: bool>(
-        &self,
-        run: usize,
-        kv_head: usize,
-    ) -> Vectors<'a, SPREAD> {
-        let runs = self.runs();
-        // One step is a run of one head; the steps of all heads of a run follow each other.
-        let (mut run, mut kv_head, mut offset) = (run, kv_head + runs, 0);
-        while kv_head >= self.kv_heads {
-            (run, kv_head) = (run + 1, kv_head - self.kv_heads);
-        }
-        if run >= runs {
-            // Steps beyond the last one are those of the first head's V vectors.
-            (run, kv_head, offset) = ((run - runs) * self.kv_heads + kv_head, 0, self.to_v);
-        }
-        let mut ahead = self.ahead(Kv::K, kv_head, 1);
-        ahead.quads = ahead.quads.min(self.run_quads);
-        let first = self.at.get(run * self.run_quads * QUAD).copied().unwrap_or(0);
-        let first = first + kv_head * self.head_stride + offset;
-        for (quad, at) in ahead.at.iter_mut().enumerate() {
-            *at = first + quad * QUAD * self.row_bytes;
-        }
-        ahead
-    }
-
-    /// The first K vectors that are read where all KV heads' scores come before their values, as
-    /// many as one KV head has, to be asked for in `passes` pieces for each quad.
-    pub(super) fn first_in_runs<const SPREAD: bool>(&self, passes: usize) -> Vectors<'a, SPREAD> {
-        let mut ahead = self.ahead(Kv::K, 0, passes);
-        let (mut run, mut kv_head) = (0, 0);
-        for quads in ahead.at.chunks_mut(self.run_quads) {
-            let first = self.at[run * self.run_quads * QUAD] + kv_head * self.head_stride;
-            for (quad, at) in quads.iter_mut().enumerate() {
-                *at = first + quad * QUAD * self.row_bytes;
-            }
-            kv_head += 1;
-            if kv_head == self.kv_heads {
-                (run, kv_head) = (run + 1, 0);
-            }
-        }
-        ahead
     }
 
     /// Asks for the scales of one KV head, counted from the task's first.
@@ -424,10 +380,14 @@ pub(super) struct Vectors<'a, const SPREAD: bool> {
     at: [usize; QUADS],
     /// How many of them there are to ask for.
     quads: usize,
-    /// The next piece's number.
-    next: usize,
-    /// A quad is `1 << shift` pieces.
-    shift: u32,
+    /// The quad that follows the one under way.
+    quad: usize,
+    /// Byte offset of the next piece of the quad under way.
+    first: usize,
+    /// How many pieces of it are left. (A number of the piece and a division take longer.)
+    left: usize,
+    /// Pieces of a quad.
+    pieces: usize,
     /// Bytes of a piece.
     bytes: usize,
     /// Whether the pieces are as long as what is read meanwhile.
@@ -437,13 +397,17 @@ pub(super) struct Vectors<'a, const SPREAD: bool> {
 impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
     #[inline(always)]
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
-        let quad = self.next >> self.shift;
-        if quad >= self.quads.min(QUADS) {
-            return None;
+        if self.left == 0 {
+            if self.quad >= self.quads.min(QUADS) {
+                return None;
+            }
+            self.first = self.at[self.quad];
+            self.quad += 1;
+            self.left = self.pieces;
         }
-        let first = self.at[quad] + (self.next & ((1 << self.shift) - 1)) * self.bytes;
-        let first = self.pool.as_ptr().wrapping_add(first);
-        self.next += 1;
+        let first = self.pool.as_ptr().wrapping_add(self.first);
+        self.first += self.bytes;
+        self.left -= 1;
         if SPREAD && self.even {
             return Some(first);
         }

@@ -25,7 +25,7 @@ use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
 use super::vnni_tile::split_many;
 use super::vnni_values::{all_values, encode_weights};
 use super::x86::Avx512;
-use crate::plan::{GroupLayout, SCALE_GROUP};
+use crate::plan::{GroupLayout, Kv, SCALE_GROUP};
 
 /// Proof that the CPU has AVX-512 VNNI and VBMI, beside what [`Avx512`] proves.
 #[derive(Clone, Copy, Debug)]
@@ -150,7 +150,9 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
     let mut steps = Steps::new(task, work.start, work.end, work.goes_on);
     while steps.advance(task) {
         let (tile, kv_head) = (&steps.tile, steps.kv_head);
-        let mut ahead = steps.values_ahead::<SPREAD>();
+        // Several heads: K while K is read, and V while V is, which is twice as far ahead.
+        let mut ahead =
+            if SPREAD { steps.step_ahead::<SPREAD>(Kv::K, 1) } else { steps.values_ahead() };
         let mut part = work.parts.of(kv_head);
         let coded = &coded[kv_head * per_head..][..per_head];
         tile.row_scales(task, k_scales, v_scales);
@@ -174,7 +176,9 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
             read_group_scales(tile, true, &mut group_scales[..blocks.groups]);
         }
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-        let mut ahead = steps.keys_ahead::<_, SPREAD>(isa.0, dim / GROUP);
+        steps.scales_ahead(isa.0);
+        let kv = if SPREAD { Kv::V } else { Kv::K };
+        let mut ahead = steps.step_ahead::<SPREAD>(kv, dim / GROUP);
         for (part, scales) in group_scales[..dim / GROUP].iter().enumerate() {
             if GROUPED || part == 0 {
                 let scales = if GROUPED { Some(scales) } else { None };
