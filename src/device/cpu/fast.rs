@@ -73,6 +73,7 @@ pub(super) trait Products: Copy {
     fn weights(self, _weights: &[TileRow], _memory: &mut [Line]) {}
     /// The same as `values` for the keys of one run, the runs in ascending order, where
     /// [`Products::IN_RUNS`]. `memory`: as `weights` has left it
+    #[expect(clippy::too_many_arguments, reason = "as `values`, and the run")]
     fn values_of_run(
         self,
         task: &Task<'_>,
