@@ -188,8 +188,8 @@ part_cinstall() {
     command -v pkg-config > /dev/null || { skip "pkg-config is not there"; return; }
     local prefix=$out/by_cargo_c
     # Its target folder is kept, beside that of the library that the other parts test.
-    CARGO_TARGET_DIR=$(dirname "$library")/cargo-c cargo cinstall --locked --release --quiet \
-        "--prefix=$prefix" "--libdir=$prefix/lib"
+    CARGO_TARGET_DIR=$(dirname "$library")/cargo-c cargo cinstall --locked --release \
+        "--prefix=$prefix" "--libdir=$prefix/lib" > "$out/cinstall.log" 2>&1 || { cat "$out/cinstall.log"; return 1; }
     local flags
     flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --cflags --libs kvpool)
     ${CC:-cc} -std=c11 csrc/examples/hello.c $flags "-Wl,-rpath,$prefix/lib" -o "$out/cinstalled_c"
