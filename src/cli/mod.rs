@@ -335,12 +335,6 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
     run::run(source, json, out)
 }
 
-/// What asks the program to end.
-#[cfg(unix)]
-const SIGNALS: &[i32] = &[consts::SIGINT, consts::SIGTERM, consts::SIGHUP];
-#[cfg(not(unix))]
-const SIGNALS: &[i32] = &[consts::SIGINT, consts::SIGTERM];
-
 /// The status of a program that was ended by Ctrl-C, as shells have it.
 const INTERRUPTED: i32 = 130;
 
@@ -351,12 +345,15 @@ const INTERRUPTED: i32 = 130;
 fn stopped_by_signals() -> &'static AtomicBool {
     static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
         let stop = Arc::default();
-        for signal in SIGNALS {
+        for signal in [consts::SIGINT, consts::SIGTERM] {
             // In this order, so that the first one does not end the program. Where signals cannot be
             // caught, the default does.
-            let _ = flag::register_conditional_shutdown(*signal, INTERRUPTED, Arc::clone(&stop));
-            let _ = flag::register(*signal, Arc::clone(&stop));
+            let _ = flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(&stop));
+            let _ = flag::register(signal, Arc::clone(&stop));
         }
+        // A terminal that is closed may send this one twice.
+        #[cfg(unix)]
+        let _ = flag::register(consts::SIGHUP, Arc::clone(&stop));
         stop
     });
     &STOP

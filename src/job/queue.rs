@@ -52,11 +52,14 @@ impl<'a> Queue<'a> {
     }
 
     /// Notes that a request can run. Requests are accepted in the order of the list: of the answers
-    /// to a prompt the first that is comes by itself, and those behind it are its forks.
-    pub(super) fn accept(&mut self, index: usize) {
+    /// to a prompt the first that is comes by itself, and those behind it are its forks. Says whether
+    /// it is the first.
+    pub(super) fn accept(&mut self, index: usize) -> bool {
         let mut others = (1..=index).rev().take_while(|at| self.requests[*at].is_fork);
-        self.forked[index] = !self.forks_come && others.any(|at| self.accepted[at - 1]);
+        let is_first = !others.any(|at| self.accepted[at - 1]);
+        self.forked[index] = !self.forks_come && !is_first;
         self.accepted[index] = true;
+        is_first
     }
 
     /// Whether a request is forked from one before it that can run.
@@ -169,7 +172,7 @@ mod tests {
 
     fn queue<'a>(requests: &'a [Request], most_open: Option<u32>) -> Queue<'a> {
         let mut queue = Queue::new(requests, most_open, false);
-        (0..requests.len()).for_each(|index| queue.accept(index));
+        (0..requests.len()).for_each(|index| _ = queue.accept(index));
         queue
     }
 
@@ -204,7 +207,7 @@ mod tests {
         let requests = [request(0, 0, 0), fork, fork, request(0, 0, 0)];
         for (forks_come, expected) in [(false, &[0, 3][..]), (true, &[0, 1, 2, 3])] {
             let mut queue = Queue::new(&requests, None, forks_come);
-            (0..4).for_each(|index| queue.accept(index));
+            (0..4).for_each(|index| _ = queue.accept(index));
             queue.arrive();
             assert_eq!(queue.waiting, expected);
         }
@@ -215,7 +218,7 @@ mod tests {
         let fork = Request { is_fork: true, ..request(0, 0, 0) };
         let requests = [request(0, 0, 0), fork, fork, fork, request(0, 0, 0), fork];
         let mut queue = Queue::new(&requests, None, false);
-        [2, 3, 4, 5].into_iter().for_each(|index| queue.accept(index));
+        assert_eq!([2, 3, 4, 5].map(|index| queue.accept(index)), [true, false, true, false]);
         queue.arrive();
         assert_eq!(queue.waiting, [2, 4]);
         assert_eq!([2, 3, 4, 5].map(|index| queue.is_forked(index)), [false, true, false, true]);
@@ -225,7 +228,7 @@ mod tests {
     fn conversations_open_when_others_end_and_the_refused_never() {
         let requests = [request(0, 0, 0), request(0, 5, 0), request(0, 9, 0), request(1, 0, 3)];
         let mut queue = Queue::new(&requests, Some(1), false);
-        [0, 2].into_iter().for_each(|index| queue.accept(index));
+        [0, 2].into_iter().for_each(|index| _ = queue.accept(index));
         queue.arrive();
         assert_eq!(queue.waiting.pop_front(), Some(0));
         assert!(!queue.wait_for_next(), "one is open");

@@ -73,7 +73,9 @@ pub(crate) fn folder() -> PathBuf {
         fs::read(path).unwrap().hash(&mut hasher);
     }
     let parent = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let folder = parent.join(format!("emulator-{:016x}", hasher.finish()));
+    // `.ci/run` finds the one without by its name.
+    let name = if with_address_sanitizer() { "asan-emulated-driver" } else { "emulated-driver" };
+    let folder = parent.join(format!("{name}-{:016x}", hasher.finish()));
     let library = folder.join("libcuda.so");
     // One process builds; others wait for it.
     fs::create_dir_all(parent).unwrap();

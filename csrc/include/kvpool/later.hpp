@@ -29,9 +29,14 @@ inline void print_leak(const Leak& leak) {
 }
 inline std::atomic<LeakHandler> leak_handler{print_leak};
 
-inline void leaked(const char* what, kvpool_cache_t cache, const uint64_t (&handle)[2]) noexcept {
+inline kvpool_error_t last_error() noexcept {
     kvpool_error_t error = {};
     kvpool_last_error(KVPOOL_OUT(error));
+    return error;
+}
+// `error`: why it could not be given back.
+inline void leaked(const char* what, kvpool_cache_t cache, const uint64_t (&handle)[2],
+                   const kvpool_error_t& error) noexcept {
     leak_handler.load()({what, cache, {handle[0], handle[1]}, error.status, error.message});
 }
 
@@ -104,8 +109,9 @@ private:
         }
     }
     void give_or_keep(const Entry& entry) noexcept {
-        if (is_gone(entry.give_back(entry.cache, entry.handle)) || put(entry)) return;
-        leaked("owner that ended earlier", entry.cache, entry.handle);
+        if (is_gone(entry.give_back(entry.cache, entry.handle))) return;
+        const kvpool_error_t error = last_error();
+        if (!put(entry)) leaked("owner that ended earlier", entry.cache, entry.handle, error);
     }
     static bool same(kvpool_cache_t a, kvpool_cache_t b) noexcept {
         return a.word[0] == b.word[0] && a.word[1] == b.word[1];
@@ -114,7 +120,7 @@ private:
     static bool is_over(kvpool_cache_t cache) noexcept {
         kvpool_plan_info_t info;
         const kvpool_status_t status = kvpool_cache_get_plan_info(cache, KVPOOL_OUT(info));
-        return status == KVPOOL_BAD_HANDLE || status == KVPOOL_STALE_HANDLE;
+        return status != KVPOOL_OK && is_gone(status);
     }
     static bool is_step(const Entry& entry) noexcept { return entry.give_back == &cancel_step; }
 

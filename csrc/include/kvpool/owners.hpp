@@ -38,14 +38,15 @@ inline bool passes(kvpool_status_t status) noexcept {
 // An owner ended: gives back what it held, now or, of what is in a cache, later.
 template <class Kind, class C>
 void end_of(const C& c) noexcept {
-    if (!ending::is_gone(Kind::give_back(c))) ending::leaked(Kind::NAME, {}, c.word);
+    if (!ending::is_gone(Kind::give_back(c))) ending::leaked(Kind::NAME, {}, c.word, ending::last_error());
 }
 template <class Kind, class C>
 void end_of(const InCache<C>& held) noexcept {
     const kvpool_status_t status = Kind::give_back(held);
     if (ending::is_gone(status)) return;
+    const kvpool_error_t error = ending::last_error();
     if (passes(status) && ending::later.add(held.cache, held.c.word, Kind::again)) return;
-    ending::leaked(Kind::NAME, held.cache, held.c.word);
+    ending::leaked(Kind::NAME, held.cache, held.c.word, error);
 }
 template <class C>
 C of_words(const uint64_t (&words)[2]) noexcept {

@@ -124,7 +124,8 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
                 return Err(failed(error));
             }
             if about.is_file() {
-                let left = File::open(part).map_err(failed)?;
+                // For writing, though nothing is written: some file systems lock no other.
+                let left = OpenOptions::new().write(true).open(part).map_err(failed)?;
                 lock(&left, part)?;
                 std::fs::remove_file(part).map_err(failed)?;
             } else {

@@ -127,7 +127,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`SaveError::Cache`]: the plan shares nothing, or the device failed; [`SaveError::Io`],
-    /// [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it was.
+    /// [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it was, unless the error
+    /// says that the new one is in its place.
     pub fn save_prefixes(&self, path: &Path, options: &SaveOptions) -> Result<Saved, SaveError> {
         if self.reuse.is_none() {
             return Err(CacheError::ReuseOff.into());

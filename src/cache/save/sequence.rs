@@ -25,7 +25,7 @@ impl Cache {
     /// # Errors
     /// [`SaveError::Cache`]: a stale or foreign handle, or the device failed; [`SaveError::Salted`],
     /// [`SaveError::Io`], [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it
-    /// was.
+    /// was, unless the error says that the new one is in its place.
     pub fn save_sequence(
         &self,
         sequence: SeqHandle,
@@ -314,9 +314,10 @@ impl Cache {
                         let first = cache.plan.keep_from(group_idx(group), high_water) / per_block;
                         (layout.sink_tokens.next_multiple_of(per_block), first * per_block)
                     }
-                    Addressing::Slot => (layout.sink_tokens, 0),
+                    Addressing::Slot => (layout.sink_tokens, holds_from[group]),
                     Addressing::Ring => {
-                        (layout.sink_tokens, high_water.saturating_sub(layout.ring_tokens))
+                        let kept = high_water.saturating_sub(layout.ring_tokens);
+                        (layout.sink_tokens, kept.max(holds_from[group]))
                     }
                 };
                 Some((sinks, from))

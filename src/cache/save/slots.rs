@@ -147,8 +147,8 @@ impl Cache {
         Ok(())
     }
 
-    /// What each group has of a block. The layers of a group agree, in a file of ours; if not, what all
-    /// of them have.
+    /// What each group has of a block. The layers of a group agree, where they were one group when
+    /// they were saved; if not, what all of them have.
     fn common_spans(&self, block: &Block<'_>) -> impl Iterator<Item = Span> {
         self.plan.groups.iter().map(|group| {
             let spans = group.layers.iter().map(|layer| block.span(layer.index()));

@@ -19,6 +19,23 @@ impl FloatMode {
     /// The bits that are flags of what has happened, not modes.
     const FLAGS: u32 = 0x3F;
 
+    /// Whether this thread is in the standard mode.
+    #[cfg(test)]
+    pub(super) fn is_standard() -> bool {
+        let mut now = 0_u32;
+        // SAFETY: stores 4 bytes to `now`, which is there and aligned.
+        unsafe {
+            std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut now, options(nostack));
+        }
+        now & !Self::FLAGS == Self::STANDARD
+    }
+
+    /// Sets the mode that flushes denormals to zero, as an engine's libraries may.
+    #[cfg(test)]
+    pub(super) fn flush_to_zero() {
+        load(Self::STANDARD | 1 << 15);
+    }
+
     /// Sets the standard mode on this thread.
     pub(super) fn standard() -> Self {
         let mut before = 0_u32;
@@ -36,9 +53,8 @@ impl FloatMode {
 #[cfg(target_arch = "x86_64")]
 impl Drop for FloatMode {
     fn drop(&mut self) {
-        if self.before & !Self::FLAGS != Self::STANDARD {
-            load(self.before);
-        }
+        // What ran meanwhile may have left another mode.
+        load(self.before);
     }
 }
 

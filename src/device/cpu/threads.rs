@@ -4,6 +4,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, TryLockError};
 
+use super::float_mode::FloatMode;
 use super::workers::Workers;
 use crate::error::DeviceError;
 
@@ -46,7 +47,7 @@ impl Threads {
 
     /// Calls `job(worker, item)` once for each item in `0..items`, and returns when all are done. `worker`
     /// is below [`Threads::count`], and no two calls of one run have the same one at once. Allocates
-    /// nothing. While the threads are busy, with a run of another thread's or the one that this call is
+    /// nothing. Floating-point arithmetic is in the standard mode, whatever the caller's is. While the threads are busy, with a run of another thread's or the one that this call is
     /// made from, the caller does all of it by itself.
     ///
     /// # Errors
@@ -57,6 +58,8 @@ impl Threads {
         items: usize,
         job: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<(), DeviceError> {
+        // On all threads the same, whoever asks.
+        let _mode = FloatMode::standard();
         match self.workers.try_lock() {
             Ok(workers) => workers.run(items, job),
             Err(TryLockError::Poisoned(workers)) => workers.into_inner().run(items, job),
@@ -100,6 +103,24 @@ mod tests {
         });
         assert_eq!(outer.load(Relaxed), 4 * 100 * 5);
         assert_eq!(inner.load(Relaxed), 4 * 100 * 5 * 6);
+    }
+
+    /// A job that leaves another mode on its thread changes no later job's.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn every_job_runs_in_the_standard_mode() {
+        use std::sync::Barrier;
+        let threads = Threads::start(3).expect("threads");
+        // As many items as threads, so that each has one.
+        let all = Barrier::new(3);
+        for _ in 0..3 {
+            let job = |_: usize, _: usize| {
+                assert!(FloatMode::is_standard());
+                all.wait();
+                FloatMode::flush_to_zero();
+            };
+            assert_eq!(threads.run(3, &job), Ok(()));
+        }
     }
 
     #[test]

@@ -188,8 +188,6 @@ impl Shared {
 
     /// What a worker thread does.
     fn serve(&self, worker: usize, max_spins: u32) {
-        // For the life of the thread: nothing else runs on it.
-        let _mode = FloatMode::standard();
         self.ready.fetch_add(1, Release);
         let mut spins = Spins { now: max_spins, max: max_spins };
         let mut last = 0;
@@ -199,6 +197,8 @@ impl Shared {
             // write it again until the worker has left.
             let job = self.job.with(|job| unsafe { *job });
             if let Some(job) = job {
+                // Each time: an engine's job may have left another.
+                let _mode = FloatMode::standard();
                 // SAFETY: the pointee lives until `Workers::run` returns, which waits for this
                 // worker to leave; it is `Sync`.
                 self.work_on(worker, unsafe { &*job });

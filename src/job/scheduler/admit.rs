@@ -23,8 +23,11 @@ impl<W: Work> Scheduler<'_, W> {
             Ok(_) => {
                 let prefix = request.prompt_tokens;
                 self.tasks[index] = Task { total, prefix, ..Task::default() };
-                self.queue.accept(index);
-                self.counts.repeated_tokens += u64::from(request.repeated_tokens);
+                let is_first = self.queue.accept(index);
+                // Of an answer whose elders were refused nothing has been computed before.
+                if !(request.is_fork && is_first) {
+                    self.counts.repeated_tokens += u64::from(request.repeated_tokens);
+                }
                 self.counts.sampled_rows += u64::from(request.output_tokens) + 1;
             }
             Err(error @ CacheError::SequenceTooLong { .. }) => {
