@@ -25,6 +25,20 @@ step() { printf '\n-- %s\n' "$*"; }
 limited() { timeout --kill-after=10 300 "$@" || { echo "exit status $?: $*" >&2; return 1; }; }
 skip() { printf 'skipped: %s\n' "$*"; }
 
+# linked PROGRAM TEXT: whether what it is linked with has TEXT. Not `ldd | grep -q`: grep ends at the first match, and
+# ldd, when it writes on after that, fails.
+linked() {
+    local libraries
+    libraries=$(ldd "$1")
+    [[ $libraries == *"$2"* ]] || { echo "not linked with $2: $1"; echo "$libraries"; return 1; }
+}
+# unlinked PROGRAM TEXT: the contrary.
+unlinked() {
+    local libraries
+    libraries=$(ldd "$1")
+    [[ $libraries != *"$2"* ]] || { echo "linked with $2: $1"; echo "$libraries"; return 1; }
+}
+
 # build NAME SOURCE... [-- FLAG...]
 build() {
     local name=$1 sources=() flags=()
@@ -155,8 +169,8 @@ part_packages() {
     cmake --build "$user/build" >> "$out/cmake.log"
     "$user/build/hello_shared"
     "$user/build/hello_static"
-    ldd "$user/build/hello_shared" | grep -q "libkvpool.so.0 => $prefix"
-    (! ldd "$user/build/hello_static" | grep libkvpool)
+    linked "$user/build/hello_shared" "libkvpool.so.0 => $prefix"
+    unlinked "$user/build/hello_static" libkvpool
     # As a part of another project, which says where the library is.
     mkdir "$out/whole"
     cp "$user/hello.cpp" "$out/whole"
@@ -179,7 +193,7 @@ part_packages() {
     ${CC:-cc} -std=c11 "$user/hello.c" $(pkg-config --cflags kvpool) "$libdir/libkvpool.a" \
         $(pkg-config --static --libs-only-l kvpool | sed 's/-lkvpool//') -o "$user/by_pkg_config_static"
     "$user/by_pkg_config_static"
-    (! ldd "$user/by_pkg_config_static" | grep libkvpool)
+    unlinked "$user/by_pkg_config_static" libkvpool
 }
 
 part_cinstall() {
@@ -196,7 +210,7 @@ part_cinstall() {
     ${CXX:-c++} -std=c++17 csrc/examples/hello.cpp $flags "-Wl,-rpath,$prefix/lib" -o "$out/cinstalled_cpp"
     "$out/cinstalled_c"
     "$out/cinstalled_cpp"
-    ldd "$out/cinstalled_c" | grep -q "libkvpool.so.0 => $prefix"
+    linked "$out/cinstalled_c" "libkvpool.so.0 => $prefix"
     flags=$(PKG_CONFIG_PATH=$prefix/lib/pkgconfig pkg-config --static --libs-only-l kvpool | sed 's/-lkvpool//')
     ${CC:-cc} -std=c11 csrc/examples/hello.c "-I$prefix/include" "$prefix/lib/libkvpool.a" $flags -o "$out/cinstalled_static"
     "$out/cinstalled_static"
