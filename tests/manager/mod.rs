@@ -31,6 +31,7 @@ mod random;
 mod rig;
 mod saved;
 mod saved_files;
+mod saved_limits;
 mod saved_private;
 mod saved_random;
 mod scrub;

@@ -125,7 +125,9 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
             }
             if about.is_file() {
                 // For writing, though nothing is written: some file systems lock no other.
-                let left = OpenOptions::new().write(true).open(part).map_err(failed)?;
+                let mut options = OpenOptions::new();
+                let options = without_waiting(options.write(true), libc::O_NOFOLLOW);
+                let left = options.open(part).map_err(failed)?;
                 lock(&left, part)?;
                 std::fs::remove_file(part).map_err(failed)?;
             } else {
@@ -142,6 +144,20 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
     })?;
     lock(&file, part)?;
     Ok(file)
+}
+
+/// What opens a file and nothing else: a pipe that lies there would be waited for, for ever.
+fn without_waiting(options: &mut OpenOptions, flags: i32) -> &mut OpenOptions {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        options.custom_flags(flags | libc::O_NONBLOCK)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = flags;
+        options
+    }
 }
 
 /// Locks a file that a path names.
@@ -217,11 +233,16 @@ impl Frame {
 impl Reader {
     pub(super) fn open(path: &Path) -> Result<Self, SaveError> {
         let failed = |error: std::io::Error| refused("opening the file", COPY, &error);
-        let file = File::open(path).map_err(failed)?;
+        let mut options = OpenOptions::new();
+        let file = without_waiting(options.read(true), 0).open(path).map_err(failed)?;
         let about = file.metadata().map_err(failed)?;
         if about.is_dir() {
             let error = std::io::Error::from(ErrorKind::IsADirectory);
             return Err(refused("reading a folder as a file", COPY, &error));
+        }
+        if !about.is_file() {
+            let error = std::io::Error::from(ErrorKind::InvalidInput);
+            return Err(refused("reading what is no file", COPY, &error));
         }
         Ok(Self { file, len: about.len(), at: 0 })
     }

@@ -239,17 +239,22 @@ impl Loader {
         self.loaded = u64::MAX;
         let frame = self.reader.frame(at, &mut self.record)?;
         if frame.len > self.most as u64 {
-            self.reader.skim(&frame, &mut self.record, self.most)?;
-            return Err(self.too_long(&frame));
+            // Longer than any sequence, or no sequence: that is not read to the end to say so.
+            let longest = format::SEQUENCE_FIXED as u64 + 4 * u64::from(i32::MAX.unsigned_abs());
+            if frame.kind == format::SEQUENCE && frame.len <= longest {
+                self.reader.skim(&frame, &mut self.record, self.most)?;
+            }
+            return Err(self.too_long(&frame, longest));
         }
         self.reader.payload(&frame, &mut self.record)?;
         self.loaded = at;
         Ok(frame)
     }
 
-    /// The error for a record that is whole, and longer than there is room for.
-    fn too_long(&self, frame: &Frame) -> SaveError {
-        if frame.kind != format::SEQUENCE {
+    /// The error for a record that is longer than there is room for, and of a sequence only if it is
+    /// whole.
+    fn too_long(&self, frame: &Frame, longest: u64) -> SaveError {
+        if frame.kind != format::SEQUENCE || frame.len > longest {
             return frame.damaged("an impossible length");
         }
         let wanted = frame.len.saturating_sub(format::SEQUENCE_FIXED as u64) / 4;

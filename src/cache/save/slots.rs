@@ -46,7 +46,14 @@ pub(super) struct SlotStage {
     chain: Chain,
     /// Tokens of the chain. `[max_seq_len]`
     ids: Vec<u32>,
+    /// Blocks of chains that may still be looked at.
+    patience: usize,
 }
+
+/// Chains of full length, beside one for each slot, that are looked at though no slot can take them. A
+/// file may have as many chains as blocks, and each as many blocks as the file: without an end, a file
+/// of a few MB would be read for hours.
+const VAIN_CHAINS: usize = 64;
 
 impl SlotStage {
     /// Slots that are staged.
@@ -70,13 +77,14 @@ impl Cache {
                 holds_from: buffer_of(groups, 0)?,
             },
             ids: buffer_of(self.plan.limits.max_seq_len as usize, 0)?,
+            patience: (slots + VAIN_CHAINS) * longest + table.entries.len(),
         };
         stage.kept.clear();
         stage.holds_from.clear();
         Ok(stage)
     }
 
-    /// Writes the chains of the file into slots, as long as there are any.
+    /// Writes the chains of the file into slots, as long as there are any, and patience.
     pub(super) fn stage_slots(
         &mut self,
         loader: &mut Loader,
@@ -87,7 +95,9 @@ impl Cache {
             if table.entries[leaf].has_children {
                 continue;
             }
-            self.follow(loader, table, leaf, &mut stage.chain)?;
+            let blocks = self.follow(loader, table, leaf, &mut stage.chain)?;
+            let Some(patience) = stage.patience.checked_sub(blocks) else { break };
+            stage.patience = patience;
             let Some(len) = self.usable_len(table, &mut stage.chain) else { continue };
             let Some(namespace) = self.namespace_of_chain(table, &stage.chain, len) else {
                 continue;
@@ -122,17 +132,20 @@ impl Cache {
         Ok(())
     }
 
-    /// Collects the blocks of a chain, and what the groups have of them.
+    /// Collects the blocks of a chain, and what the groups have of them. Gives their number, those
+    /// included that are too far from its beginning.
     fn follow(
         &self,
         loader: &mut Loader,
         table: &Table,
         leaf: usize,
         chain: &mut Chain,
-    ) -> Result<(), SaveError> {
+    ) -> Result<usize, SaveError> {
         chain.entries.clear();
+        let mut blocks = 0;
         let mut at = u32::try_from(leaf).unwrap_or(NO_BLOCK);
         while let Some(entry) = table.entries.get(at as usize) {
+            blocks += 1;
             if entry.start < self.plan.limits.max_seq_len {
                 chain.entries.push(at);
             }
@@ -144,7 +157,7 @@ impl Cache {
             let block = loader.head(&table.entries[*at as usize])?;
             chain.spans.extend(self.common_spans(&block));
         }
-        Ok(())
+        Ok(blocks)
     }
 
     /// What each group has of a block. The layers of a group agree, where they were one group when
