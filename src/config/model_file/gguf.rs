@@ -19,6 +19,10 @@ const MAX_DEPTH: u32 = 4;
 /// The most values in all lists together: real files have some two million, for the vocabulary and its
 /// merges. A value takes 32 times the memory that a byte of a list takes in the file.
 const MAX_VALUES: u64 = 1 << 24;
+/// The longest text, in bytes.
+const MAX_TEXT_BYTES: usize = 1 << 24;
+/// The longest header, in bytes: a file of holes can be as long as it likes to.
+const MAX_HEADER_BYTES: u64 = 1 << 28;
 
 /// A named value.
 #[derive(Clone, Debug, PartialEq)]
@@ -69,9 +73,16 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
         let mut bytes = [0; N];
-        self.from.read_exact(&mut bytes).map_err(|error| error.to_string())?;
-        self.read += N as u64;
+        self.fill(&mut bytes)?;
         Ok(bytes)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<(), String> {
+        self.read += bytes.len() as u64;
+        if self.read > MAX_HEADER_BYTES {
+            return Err(format!("its header is longer than {MAX_HEADER_BYTES} bytes"));
+        }
+        self.from.read_exact(bytes).map_err(|error| error.to_string())
     }
 
     fn u32(&mut self) -> Result<u32, String> {
@@ -94,9 +105,11 @@ impl Reader<'_> {
 
     fn text(&mut self) -> Result<String, String> {
         let len = self.count(1)?;
+        if len > MAX_TEXT_BYTES {
+            return Err(format!("its header is damaged: a text of {len} bytes"));
+        }
         let mut bytes = vec![0; len];
-        self.from.read_exact(&mut bytes).map_err(|error| error.to_string())?;
-        self.read += len as u64;
+        self.fill(&mut bytes)?;
         String::from_utf8(bytes)
             .map_err(|_| "its header is damaged: a text not in UTF-8".to_owned())
     }
@@ -383,5 +396,21 @@ mod tests {
         let bytes = file(&list, 1);
         let error = Header::read_after_magic(&mut &bytes[..], u64::MAX).unwrap_err();
         assert!(error.contains("values in lists"), "{error}");
+        // A text that a file of holes could hold.
+        let long = [&(1_u64 << 44).to_le_bytes()[..], b"a"].concat();
+        let bytes = file(&[long], 1);
+        let error = Header::read_after_magic(&mut &bytes[..], u64::MAX).unwrap_err();
+        assert!(error.contains("a text of"), "{error}");
+        // And a header of many that are long enough.
+        let [most, kind] = [MAX_TEXT_BYTES as u64, 8].map(u64::to_le_bytes);
+        let list = [&text("a")[..], &9_u32.to_le_bytes(), &kind[..4], &100_u64.to_le_bytes()];
+        let element = [&most[..], &vec![b'a'; MAX_TEXT_BYTES]].concat();
+        let start = file(&[list.concat()], 1);
+        let mut endless: Box<dyn Read> = Box::new(&start[..]);
+        for _ in 0..20 {
+            endless = Box::new(endless.chain(&element[..]));
+        }
+        let error = Header::read_after_magic(&mut endless, u64::MAX).unwrap_err();
+        assert!(error.contains("is longer than"), "{error}");
     }
 }

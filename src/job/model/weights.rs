@@ -259,9 +259,14 @@ impl Tensors<'_> {
             )));
         }
         let mut read = || -> std::io::Result<Vec<u8>> {
-            let mut data = vec![0; bytes];
+            let mut data = Vec::new();
+            // A file of holes can be longer than any memory.
+            data.try_reserve_exact(bytes)?;
             self.file.seek(SeekFrom::Start(offset))?;
-            self.file.read_exact(&mut data)?;
+            (&mut self.file).take(bytes as u64).read_to_end(&mut data)?;
+            if data.len() < bytes {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
             Ok(data)
         };
         let data =
