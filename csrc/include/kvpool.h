@@ -552,7 +552,7 @@ typedef struct kvpool_begun {
 /* Begins a sequence with a prompt. `options` may be NULL: all defaults.
  * KVPOOL_TOO_LONG, KVPOOL_NEVER_FITS: waiting does not help. KVPOOL_NO_SEQ_SLOT, KVPOOL_NOT_ADMITTED,
  * KVPOOL_BATCH_UNDER_WAY: try again when a sequence was released. KVPOOL_DUPLICATE_KEY, KVPOOL_BAD_RETENTION,
- * KVPOOL_KEY_TOO_LONG. */
+ * KVPOOL_KEY_TOO_LONG. KVPOOL_REUSE_OFF: a retention, where the plan keeps no prefixes in blocks. */
 kvpool_status_t kvpool_cache_begin(kvpool_cache_t cache, const uint32_t *prompt, size_t prompt_len,
                                    const kvpool_begin_options_t *options, kvpool_begun_t *out,
                                    size_t out_size) KVPOOL_NOEXCEPT;
@@ -831,7 +831,8 @@ kvpool_status_t kvpool_cache_pin(kvpool_cache_t cache, kvpool_seq_t sequence,
                                  kvpool_pin_t *out) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_unpin(kvpool_cache_t cache, kvpool_pin_t pin) KVPOOL_NOEXCEPT;
 
-/* Replaces a sequence's retention; [num_retentions], at most KVPOOL_MAX_RETENTIONS. */
+/* Replaces a sequence's retention; [num_retentions], at most KVPOOL_MAX_RETENTIONS. KVPOOL_REUSE_OFF where the
+ * plan keeps no prefixes in blocks: there is nothing to keep then. */
 kvpool_status_t kvpool_cache_set_retention(kvpool_cache_t cache, kvpool_seq_t sequence,
                                            const kvpool_retention_t *retentions,
                                            size_t num_retentions) KVPOOL_NOEXCEPT;

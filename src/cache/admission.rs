@@ -237,7 +237,9 @@ impl Cache {
         if let Some(key) = options.key.filter(|key| self.seqs.has_key(*key)) {
             return Err(CacheError::DuplicateKey { key });
         }
-        if !options.retention.is_empty() && self.reuse.is_none() {
+        // Where there are no blocks to keep, ranges would mean nothing.
+        let index = self.reuse.as_ref().and_then(|reuse| reuse.index.as_ref());
+        if !options.retention.is_empty() && index.is_none() {
             return Err(CacheError::ReuseOff);
         }
         let windowed = self.plan.groups.iter().any(|group| group.window.is_some());

@@ -28,7 +28,7 @@ pub struct BeginOptions {
     pub lookahead_tokens: u32,
     /// With whom it shares prefixes.
     pub namespace: Namespace,
-    /// How long its blocks are kept for others.
+    /// How long its blocks are kept for others. Refused where the plan keeps no prefixes in blocks.
     pub retention: Retentions,
 }
 

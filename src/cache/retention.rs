@@ -310,11 +310,11 @@ impl Cache {
         self.abandon_step();
         let slot = self.seqs.check(sequence)?;
         let Some(reuse) = &mut self.reuse else { return Err(CacheError::ReuseOff) };
+        let Some(index) = &reuse.index else { return Err(CacheError::ReuseOff) };
+        let lead = index.lead();
         let share = &mut reuse.seqs[slot as usize];
         share.retentions = retentions;
         let published = share.published;
-        let Some(index) = &reuse.index else { return Ok(()) };
-        let lead = index.lead();
         let per_block = self.plan.tokens_per_block;
         // From the last to the first, so that a parent sees its children's new classes.
         for at in (0..published).rev() {

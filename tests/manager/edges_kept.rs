@@ -1,7 +1,9 @@
 //! What is kept, and for whom: retention of blocks that are hit, and more tenants than numbers for them.
 
 use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace, Retention, Retentions};
+use kvpool::config::CacheMode;
 use kvpool::device::NullDevice;
+use kvpool::error::CacheError;
 
 use super::driver_step::skip;
 use super::rig::{Rig, paged, tokens, up_to};
@@ -142,4 +144,19 @@ fn namespaces_are_not_used_up_for_ever() {
         run(&mut cache, 2_000_000 + round);
     }
     assert!(found > 0, "the last tenant never finds its own prompt");
+}
+
+/// Ranges say how long blocks are kept: where nothing is kept in blocks they are refused, not ignored.
+#[test]
+fn edge_64_retention_needs_blocks() {
+    let retention = kept(90, None);
+    let mut cache = Spec { mode: CacheMode::Contiguous, ..Spec::default() }.open();
+    let options = BeginOptions { retention, ..BeginOptions::default() };
+    let digest = cache.state_digest();
+    assert_eq!(cache.begin(&[1, 2, 3], options), Err(CacheError::ReuseOff));
+    assert_eq!(cache.state_digest(), digest);
+    let begun = cache.begin(&[1, 2, 3], BeginOptions::default()).expect("admitted");
+    let digest = cache.state_digest();
+    assert_eq!(cache.set_retention(begun.sequence, retention), Err(CacheError::ReuseOff));
+    assert_eq!(cache.state_digest(), digest);
 }
