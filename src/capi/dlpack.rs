@@ -15,6 +15,8 @@ use super::object::{Object, any};
 use super::plan::layer_of;
 use crate::config::DeviceKind;
 use crate::device::rank::{self, Rank};
+use crate::device::room;
+use crate::error::DeviceError;
 
 /// `DLDevice`
 #[repr(C)]
@@ -72,11 +74,14 @@ struct View {
     owner: Option<Arc<Object>>,
 }
 
-/// The descriptors of a cache.
+/// A view's own memory. (An array, since only of vectors and slices can a box be asked for that may be
+/// refused.)
+type OwnView = Box<[View; 1]>;
+
+/// The descriptors of a cache. One that is out stays where it is, and is its box.
 #[derive(Debug)]
-#[expect(clippy::vec_box, reason = "a view that is out stays where it is, and is its box")]
 pub(super) struct Views {
-    idle: Mutex<Vec<Box<View>>>,
+    idle: Mutex<Vec<OwnView>>,
     limit: usize,
 }
 
@@ -84,39 +89,51 @@ pub(super) struct Views {
 // has the view alone.
 unsafe impl Send for View {}
 
-impl Views {
-    pub(super) fn new(num_layers: u32) -> Self {
-        let limit = VIEWS_PER_LAYER * num_layers as usize;
-        let view = || {
-            Box::new(View {
-                tensor: DLManagedTensor {
-                    dl_tensor: DLTensor {
-                        data: null_mut(),
-                        device: DLDevice { device_type: 0, device_id: 0 },
-                        ndim: 0,
-                        dtype: DLDataType { code: 0, bits: 0, lanes: 1 },
-                        shape: null_mut(),
-                        strides: null_mut(),
-                        byte_offset: 0,
-                    },
-                    manager_ctx: null_mut(),
-                    deleter: None,
+impl View {
+    /// One that shows nothing.
+    fn in_a_box() -> Result<OwnView, DeviceError> {
+        let mut view = room(1)?;
+        view.push(Self {
+            tensor: DLManagedTensor {
+                dl_tensor: DLTensor {
+                    data: null_mut(),
+                    device: DLDevice { device_type: 0, device_id: 0 },
+                    ndim: 0,
+                    dtype: DLDataType { code: 0, bits: 0, lanes: 1 },
+                    shape: null_mut(),
+                    strides: null_mut(),
+                    byte_offset: 0,
                 },
-                shape: [0; 4],
-                strides: [0; 4],
-                owner: None,
-            })
-        };
-        Self { idle: Mutex::new((0..limit).map(|_| view()).collect()), limit }
+                manager_ctx: null_mut(),
+                deleter: None,
+            },
+            shape: [0; 4],
+            strides: [0; 4],
+            owner: None,
+        });
+        let view: Box<[Self]> = view.into();
+        Ok(view.try_into().expect("one view"))
+    }
+}
+
+impl Views {
+    /// Views for so many layers, or the error of memory that is not there.
+    pub(super) fn new(num_layers: u32) -> Result<Self, DeviceError> {
+        let limit = VIEWS_PER_LAYER * num_layers as usize;
+        let mut idle = room(limit)?;
+        for _ in 0..limit {
+            idle.push(View::in_a_box()?);
+        }
+        Ok(Self { idle: Mutex::new(idle), limit })
     }
 
-    fn take(&self) -> Result<Box<View>, CallError> {
+    fn take(&self) -> Result<OwnView, CallError> {
         let _rank = rank::take(Rank::Views);
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.pop().ok_or(CallError::NoView { limit: self.limit })
     }
 
-    fn put_back(&self, view: Box<View>) {
+    fn put_back(&self, view: OwnView) {
         // There is room: it was taken from here.
         let _rank = rank::take(Rank::Views);
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(view);
@@ -133,8 +150,8 @@ unsafe extern "C" fn delete(tensor: *mut DLManagedTensor) {
     }
     // SAFETY: the tensor is the first field of the view that it was lent with, whose box was turned
     // into this pointer.
-    let mut view = unsafe { Box::from_raw(tensor.cast::<View>()) };
-    let Some(owner) = view.owner.take() else {
+    let mut view = unsafe { Box::from_raw(tensor.cast::<[View; 1]>()) };
+    let Some(owner) = view[0].owner.take() else {
         // Deleted twice, as far as that can be seen: not ours to free.
         let _ = Box::into_raw(view);
         return;
@@ -195,16 +212,16 @@ pub unsafe extern "C" fn kvpool_cache_dlpack(
         let mut view = object.views.take()?;
         // None is near the largest number: they count elements of the pool.
         let signed = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-        view.shape = shape.map(signed);
-        view.strides = strides.map(signed);
-        view.owner = Some(Arc::clone(object));
+        view[0].shape = shape.map(signed);
+        view[0].strides = strides.map(signed);
+        view[0].owner = Some(Arc::clone(object));
         let device = &object.config.device;
         let (device_type, device_id) = match device.kind {
             DeviceKind::Cpu => (1, 0),
             DeviceKind::Cuda => (2, i32::try_from(device.ordinal).unwrap_or(i32::MAX)),
         };
         let start = object.base + usize::try_from(offset).unwrap_or_default();
-        let view = Box::into_raw(view);
+        let view = Box::into_raw(view).cast::<View>();
         let tensor = DLManagedTensor {
             dl_tensor: DLTensor {
                 // Some readers do not look at `byte_offset`.

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `failure.rs` | status, last error |
 //! | `handle.rs`, `registry.rs` | handles, and the objects behind them |
-//! | `object.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
+//! | `object.rs`, `gate.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
 //! | `caller.rs` | pointers of the caller, checked |
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
@@ -16,7 +16,7 @@
 //! that the header declares) are made by `csrc/bindings.sh`.
 //!
 //! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions check: a
-//! cache's own mutex (`object.rs`; `turns.rs` says in which order it is given), its DLPack views
+//! cache's own mutex (`gate.rs`; `turns.rs` says in which order it is given), its DLPack views
 //! (`dlpack.rs`), the table of objects (`registry.rs`, for the time of a look-up). A verb claims the
 //! cache before it takes the mutex, so a second verb is refused rather than kept waiting; a reader
 //! waits for the verb that is under way, and a verb for the readers that are.
@@ -33,6 +33,7 @@ mod dlpack;
 mod events;
 mod failure;
 pub mod fault;
+mod gate;
 mod handle;
 mod object;
 mod open;

@@ -4,20 +4,18 @@ use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::bindings::{
     KVPOOL_OK, kvpool_cache_t, kvpool_plan_info_t, kvpool_status_t, kvpool_step_t,
 };
 use super::dlpack::Views;
 use super::failure::{CallError, Failure, note};
+use super::gate::Gate;
 use super::plan::info_of;
 use super::registry::Registry;
-use super::turns::{Turn, Turns};
 use super::{fault, handle};
 use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
-use crate::device::rank;
 use crate::device::{DeviceInfo, room};
 use crate::error::DeviceError;
 use crate::plan::Plan;
@@ -37,12 +35,7 @@ pub(super) struct Object {
     pub(super) base: usize,
     pub(super) prober: Option<Prober>,
     pub(super) views: Views,
-    open: Turns<Open>,
-    /// Whether a thread is in a verb.
-    inside: AtomicBool,
-    poisoned: AtomicBool,
-    /// Whether its handle is gone, for a thread that had looked it up before.
-    closed: AtomicBool,
+    open: Gate<Open>,
 }
 
 /// The cache itself, and what its functions need room for: all of it allocated at open.
@@ -75,17 +68,14 @@ thread_local! {
 /// reader of any cache: two threads that waited for each other's caches would do so for ever.
 pub(super) fn call_back(callback: impl FnOnce()) {
     let outer = IN_CALLBACK.replace(true);
-    rank::call_back(callback);
+    callback();
     IN_CALLBACK.set(outer);
 }
 
-/// A thread's stay in a verb.
-struct Inside<'a>(&'a AtomicBool);
-
-impl Drop for Inside<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
-    }
+/// Refuses a verb or reader from within a callback: it would wait for this cache's readers while the
+/// callback's own are kept waiting.
+fn check_no_callback() -> Result<(), CallError> {
+    if IN_CALLBACK.get() { Err(CallError::InCallback) } else { Ok(()) }
 }
 
 impl Object {
@@ -97,51 +87,24 @@ impl Object {
             device,
             base: cache.pool_ptr().expose_provenance(),
             prober: cache.prober(),
-            views: Views::new(plan.geometry.num_layers),
-            open: Turns::new(Open::new(cache)?),
-            inside: AtomicBool::new(false),
-            poisoned: AtomicBool::new(false),
-            closed: AtomicBool::new(false),
+            views: Views::new(plan.geometry.num_layers)?,
+            open: Gate::new(Open::new(cache)?),
             plan,
             config,
         }))
     }
 
-    /// Claims the cache for a verb.
-    fn enter(&self) -> Result<Inside<'_>, CallError> {
-        // It would wait for this cache's readers while the callback's own are kept waiting.
-        if IN_CALLBACK.get() {
-            return Err(CallError::InCallback);
-        }
-        let taken = self.inside.swap(true, Ordering::Acquire);
-        if taken { Err(CallError::Busy) } else { Ok(Inside(&self.inside)) }
-    }
-
-    /// The cache, once nobody is in it. What a panic left is known by `poisoned`.
-    fn lock(&self) -> Turn<'_, Open> {
-        self.open.lock()
-    }
-
-    /// Refuses a cache that was closed meanwhile, or met a panic before.
-    fn check_usable(&self) -> Result<(), CallError> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(CallError::StaleHandle { what: "cache" });
-        }
-        if self.poisoned.load(Ordering::Acquire) { Err(CallError::Poisoned) } else { Ok(()) }
-    }
-
     /// Runs what may panic, after which the cache is not to be trusted.
     fn run(&self, call: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
         catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
-            self.poisoned.store(true, Ordering::Release);
+            self.open.poison();
             Err(of_panic(payload.as_ref()))
         })
     }
 
     fn verb(&self, call: impl FnOnce(&mut Open) -> Result<(), Failure>) -> Result<(), Failure> {
-        let _inside = self.enter()?;
-        let mut open = self.lock();
-        self.check_usable()?;
+        check_no_callback()?;
+        let (_inside, mut open) = self.open.enter()?;
         self.run(|| {
             fault::point();
             call(&mut open)
@@ -149,12 +112,8 @@ impl Object {
     }
 
     fn read(&self, call: impl FnOnce(&Open) -> Result<(), Failure>) -> Result<(), Failure> {
-        if IN_CALLBACK.get() {
-            return Err(CallError::InCallback.into());
-        }
-        let open = self.lock();
-        // Only now: it was waited for, and may have met a panic meanwhile.
-        self.check_usable()?;
+        check_no_callback()?;
+        let open = self.open.look()?;
         self.run(|| call(&open))
     }
 }
@@ -225,7 +184,7 @@ pub(super) fn any(
 ) -> kvpool_status_t {
     guarded(|| {
         let object = CACHES.get(cache)?;
-        object.check_usable()?;
+        object.open.check_usable()?;
         call(&object)
     })
 }
@@ -234,10 +193,8 @@ pub(super) fn any(
 pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
     guarded(|| {
         let object = CACHES.get(cache)?;
-        let _inside = object.enter()?;
-        let mut open = object.lock();
-        // Readers that wait, and whoever has looked it up, are told that it is gone.
-        object.closed.store(true, Ordering::Release);
+        check_no_callback()?;
+        let (_inside, mut open) = object.open.close()?;
         // A view that is out keeps the device, but the caller's stream may go now. What the driver
         // says to that concerns nobody any more.
         let _ = object.run(|| Ok(open.cache.leave_stream()?));

@@ -127,13 +127,15 @@ pub unsafe extern "C" fn kvpool_cache_text(
 }
 
 /// The kernels' name as a C string that lives as long as the library.
-fn kernel_name(name: &str) -> &'static CStr {
+pub(super) fn kernel_name(name: &str) -> &'static CStr {
     match name {
         "reference" => c"reference",
         "portable" => c"portable",
         "avx2" => c"avx2",
         "avx512" => c"avx512",
         "avx512+vnni" => c"avx512+vnni",
+        "avx512+vnni+bf16" => c"avx512+vnni+bf16",
+        "avx512-bf16" => c"avx512-bf16",
         "plain" => c"plain",
         "tensor-cores" => c"tensor-cores",
         "none" => c"none",

@@ -356,3 +356,26 @@ fn dlpack_views_are_refused_when_all_are_out() {
     out.into_iter().for_each(delete);
     assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
 }
+
+/// The kernels that this machine has are named as Rust names them.
+#[test]
+fn edge_59_every_kernel_has_its_name() {
+    for choice in ["auto", "reference", "portable", "avx2", "avx512", "avx512-bf16"] {
+        for format in ["f16", "bf16", "int8"] {
+            let toml = TOML.replace("threads = 1", &format!("threads = 1, kernel = '{choice}'"));
+            let toml = toml.replace("'f16'", &format!("'{format}'"));
+            let Ok(source) = crate::config::parse(&toml, std::path::Path::new("t"), &[]) else {
+                panic!("{toml}");
+            };
+            let plan = crate::plan::Plan::new(&source.config, &source.geometry).expect("a plan");
+            match crate::cache::Cache::open_on_cpu(plan, &source.config.device, None) {
+                Ok(cache) => {
+                    let name = cache.device_info().kernel;
+                    assert_eq!(kernel_name(name).to_str(), Ok(name));
+                }
+                // Other machines have other kernels.
+                Err(error) => assert!(error.to_string().contains(choice), "{error}"),
+            }
+        }
+    }
+}

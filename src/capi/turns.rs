@@ -107,6 +107,7 @@ impl<T> Turns<T> {
         queue().first += 1;
         drop(rank);
         self.waiting.fetch_sub(1, Ordering::Relaxed);
+        // All: of those who sleep, `notify_one` may wake another than the first.
         self.moved.notify_all();
         value
     }

@@ -1,14 +1,15 @@
-//! The order in which locks are taken, and a check of it in builds with debug assertions.
+//! The order in which locks are taken, and a check of it in builds with debug assertions and in unit tests.
 //!
 //! | rank | lock | held for |
 //! |---|---|---|
-//! | 1 | `capi::turns`: a cache behind its handle | a verb, or a reader's look |
+//! | 1 | `capi::gate`: a cache behind its handle | a verb, or a reader's look |
 //! | 2 | `capi::turns`: the queue of those who wait for it | a number |
 //! | 3 | `capi::dlpack`: views that nobody has | a view |
 //! | 4 | `capi::registry`: the objects behind handles | a look-up |
 //!
 //! A thread that holds one takes none of the same or a lower rank, so no two threads can wait for
-//! each other. A callback of a cache takes none but the registry's: verbs and readers are refused in it.
+//! each other. A callback, during which its cache is held, takes views and the registry at most: verbs and
+//! readers of every cache are refused in it.
 //!
 //! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on which the
 //! CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out memory at open
@@ -30,17 +31,17 @@ pub(crate) enum Rank {
     Objects = 4,
 }
 
-#[cfg(debug_assertions)]
+#[cfg(any(debug_assertions, test))]
 thread_local! {
     /// The highest rank that this thread holds.
     static HELD: std::cell::Cell<u8> = const { std::cell::Cell::new(0) };
 }
 
-/// That a lock of some rank is held, until this is dropped. Nothing without debug assertions.
+/// That a lock of some rank is held, until this is dropped. Nothing where it is not checked.
 #[derive(Debug)]
 #[must_use = "the rank is held as long as this lives"]
 pub(crate) struct Held {
-    #[cfg(debug_assertions)]
+    #[cfg(any(debug_assertions, test))]
     before: u8,
     /// Dropped by the thread that took it.
     not_send: PhantomData<*const ()>,
@@ -49,10 +50,10 @@ pub(crate) struct Held {
 /// Notes that a lock is about to be taken.
 ///
 /// # Panics
-/// With debug assertions, when this thread holds one of the same or a later rank.
+/// Where it is checked, when this thread holds one of the same or a later rank.
 #[inline(always)]
 pub(crate) fn take(rank: Rank) -> Held {
-    #[cfg(debug_assertions)]
+    #[cfg(any(debug_assertions, test))]
     let before = {
         let before = HELD.get();
         assert!(before < rank as u8, "{rank:?} is taken while a lock of rank {before} is held");
@@ -61,22 +62,13 @@ pub(crate) fn take(rank: Rank) -> Held {
     };
     let _ = rank;
     Held {
-        #[cfg(debug_assertions)]
+        #[cfg(any(debug_assertions, test))]
         before,
         not_send: PhantomData,
     }
 }
 
-/// Calls a function of the caller's, which may call other caches.
-pub(crate) fn call_back(callback: impl FnOnce()) {
-    #[cfg(debug_assertions)]
-    let held = HELD.replace(0);
-    callback();
-    #[cfg(debug_assertions)]
-    HELD.set(held);
-}
-
-#[cfg(debug_assertions)]
+#[cfg(any(debug_assertions, test))]
 impl Drop for Held {
     fn drop(&mut self) {
         // Guards are dropped in the reverse order, or together.
@@ -84,7 +76,7 @@ impl Drop for Held {
     }
 }
 
-#[cfg(all(test, debug_assertions))]
+#[cfg(test)]
 mod tests {
     use std::panic::catch_unwind;
 
