@@ -397,6 +397,7 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
         gbps: bytes / median / 1e9,
         dram_gbps: 0.0,
         fraction: 0.0,
+        line_ns: None,
         gflops: shape.flops() / median / 1e9,
         calls: times.len(),
         error: None,

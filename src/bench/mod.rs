@@ -8,6 +8,7 @@
 
 mod attention;
 pub mod capi;
+mod cores;
 pub mod cost;
 mod deviation;
 mod dram;
@@ -18,6 +19,7 @@ pub mod manager;
 pub mod on_demand;
 
 pub use attention::{Operation, Session, Shape, Variant, shapes};
+pub use cores::line_ns;
 pub use dram::read_gbps;
 pub use error::BenchError;
 
@@ -87,6 +89,9 @@ pub struct Measurement {
     pub dram_gbps: f64,
     /// `gbps / dram_gbps`.
     pub fraction: f64,
+    /// Of several threads: [`line_ns`] before and after, which tells how much of the way to memory the
+    /// cores share. Figures with another distance are not to be compared.
+    pub line_ns: Option<[f64; 2]>,
     /// Multiplications and additions a second, in 10⁹, two for each pair; 0 for append.
     pub gflops: f64,
     /// Calls that the median is over.
@@ -115,12 +120,17 @@ pub fn run(
     let mut all = Vec::new();
     for &threads in &options.threads {
         for shape in &chosen {
+            let several = threads > 1;
+            let line_before = several.then(line_ns).flatten();
             let dram_before = read_gbps(threads);
             let mut measured = attention::measure(shape, options, threads)?;
             // The neighbours of a shared machine come and go: the limit is taken before and
             // after, and the higher one counts.
             let dram_gbps = dram_before.max(read_gbps(threads));
+            let line_after = several.then(line_ns).flatten();
+            let line_ns = line_before.zip(line_after).map(|(before, after)| [before, after]);
             for one in &mut measured {
+                one.line_ns = line_ns;
                 one.dram_gbps = dram_gbps;
                 one.fraction = one.gbps / dram_gbps;
             }

@@ -15,7 +15,9 @@ use crate::config::{CacheMode, Format, KernelChoice};
 
 /// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
-#[command(subcommand_value_name = "decode|append|prefill|manager|capi|cost|on-demand|salt|scrub")]
+#[command(
+    subcommand_value_name = "decode|append|prefill|cores|manager|capi|cost|on-demand|salt|scrub"
+)]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     what: What,
@@ -35,6 +37,8 @@ enum What {
     Append(KernelArgs),
     /// Measure attention of many new tokens
     Prefill(KernelArgs),
+    /// Measure how long a cache line takes between two cores: those of a chiplet share its way to memory
+    Cores,
     /// Measure the manager alone: blocks, prefix index, steps; no K and V
     #[command(after_help = cases())]
     Manager(ManagerArgs),
@@ -109,6 +113,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
         What::Decode(kernels) => run_kernels(args, kernels, Operation::Decode),
         What::Append(kernels) => run_kernels(args, kernels, Operation::Append),
         What::Prefill(kernels) => run_kernels(args, kernels, Operation::Prefill),
+        What::Cores => run_cores(args),
         What::Manager(manager) => run_manager(args, manager),
         What::Capi(options) => run_capi(args, options.quick),
         What::Cost(file) => super::costs::cost(file, args.json),
@@ -154,6 +159,23 @@ fn run_manager(args: &BenchArgs, manager: &ManagerArgs) -> Result<(), CliError> 
         ]);
     }
     print(&text_of(&table))
+}
+
+/// What `bench cores` finds.
+#[derive(Serialize)]
+struct Cores {
+    line_ns: Option<f64>,
+}
+
+fn run_cores(args: &BenchArgs) -> Result<(), CliError> {
+    let line_ns = bench::line_ns();
+    if args.json {
+        return print_json(&[Cores { line_ns }], None);
+    }
+    print(&line_ns.map_or_else(
+        || "one core, or too busy to tell\n".to_owned(),
+        |ns| format!("a cache line takes {ns:.0} ns from one core to another and back\n"),
+    ))
 }
 
 fn run_capi(args: &BenchArgs, quick: bool) -> Result<(), CliError> {
@@ -297,9 +319,10 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
         "GB/s",
         "DRAM GB/s",
         "of DRAM",
+        "line ns",
         "GFLOP/s",
     ];
-    let mut table = table(&header, 4..10);
+    let mut table = table(&header, 4..11);
     for one in results {
         table.add_row([
             one.shape.clone(),
@@ -311,10 +334,17 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
             format!("{:.1}", one.gbps),
             format!("{:.1}", one.dram_gbps),
             format!("{:.0} %", one.fraction * 100.0),
+            one.line_ns.map_or_else(String::new, range),
             format!("{:.0}", one.gflops),
         ]);
     }
     table
+}
+
+/// Two figures, or one where they are alike.
+fn range([before, after]: [f64; 2]) -> String {
+    let (least, most) = (before.min(after), before.max(after));
+    if most < 1.5 * least { format!("{least:.0}") } else { format!("{before:.0} to {after:.0}") }
 }
 
 /// Reads a time that ends.
