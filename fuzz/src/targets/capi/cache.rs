@@ -41,8 +41,24 @@ fn toml(input: &Input) -> String {
     )
 }
 
-/// An empty cache; `None` where settings do not go together.
-pub(super) fn open(input: &Input) -> Option<kvpool_cache_t> {
+/// An empty cache, and what it was opened with.
+#[derive(Clone, Copy)]
+pub(super) struct Opened {
+    pub(super) config: kvpool_config_t,
+    pub(super) plan: kvpool_plan_t,
+    pub(super) cache: kvpool_cache_t,
+}
+
+impl Opened {
+    /// Ends what is left when the cache was closed.
+    pub(super) fn destroy(self) {
+        assert_eq!(kvpool_config_destroy(self.config), KVPOOL_OK);
+        assert_eq!(kvpool_plan_destroy(self.plan), KVPOOL_OK);
+    }
+}
+
+/// `None` where settings do not go together.
+pub(super) fn open(input: &Input) -> Option<Opened> {
     let text = toml(input);
     let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
         (zeroed(), zeroed(), zeroed());
@@ -65,9 +81,7 @@ pub(super) fn open(input: &Input) -> Option<kvpool_cache_t> {
         assert_eq!(kvpool_plan_new(config, &mut plan), KVPOOL_OK, "{text}");
         assert_eq!(kvpool_cache_open(plan, &mut cache), KVPOOL_OK);
     }
-    assert_eq!(kvpool_config_destroy(config), KVPOOL_OK);
-    assert_eq!(kvpool_plan_destroy(plan), KVPOOL_OK);
-    Some(cache)
+    Some(Opened { config, plan, cache })
 }
 
 pub(super) fn text(cache: kvpool_cache_t, as_json: bool, capacity: u8) -> kvpool_status_t {

@@ -3,9 +3,10 @@
 use kvpool::capi::*;
 
 use super::input::Which;
+use super::look::Views;
 
 /// Handles that were given out.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Handles {
     pub(super) seqs: Vec<kvpool_seq_t>,
     pub(super) steps: Vec<kvpool_step_t>,
@@ -14,6 +15,7 @@ pub(super) struct Handles {
     pub(super) blocks: Vec<kvpool_block_t>,
     /// How many the last step has.
     pub(super) tokens: u32,
+    pub(super) views: Views,
 }
 
 impl Handles {
@@ -35,6 +37,23 @@ impl Handles {
 
     pub(super) fn block(&self, which: Which) -> kvpool_block_t {
         pick(&self.blocks, which, |word| kvpool_block_t { word })
+    }
+}
+
+impl Handles {
+    /// Takes over what a call was given that was made with the first so many of these.
+    pub(super) fn absorb(&mut self, before: &Self, after: Self) {
+        fn tail<T>(to: &mut Vec<T>, before: usize, after: Vec<T>) {
+            to.extend(after.into_iter().skip(before));
+        }
+        if after.steps.len() > before.steps.len() {
+            self.tokens = after.tokens;
+        }
+        tail(&mut self.seqs, before.seqs.len(), after.seqs);
+        tail(&mut self.steps, before.steps.len(), after.steps);
+        tail(&mut self.pins, before.pins.len(), after.pins);
+        tail(&mut self.reservations, before.reservations.len(), after.reservations);
+        tail(&mut self.blocks, before.blocks.len(), after.blocks);
     }
 }
 

@@ -20,7 +20,11 @@ pub(super) enum Which {
 
 #[derive(Clone, Debug, Arbitrary)]
 pub(super) enum Op {
-    Begin { prompt: Prompt, options: Options, broken: Broken },
+    Begin {
+        prompt: Prompt,
+        options: Options,
+        broken: Broken,
+    },
     BeginBatch(Vec<(Prompt, Options)>),
     CheckAdmission(Prompt, Options),
     CanAdmit(Prompt, Options),
@@ -33,9 +37,22 @@ pub(super) enum Op {
     SeqInfo(Which, Broken),
     Preempt,
     Reset,
-    Reserve { items: Vec<(Which, u8)>, tokens: bool, short: bool },
-    Append { step: Which, layer: u8, broken: Broken },
-    Attend { step: Which, layer: u8, broken: Broken, scale: f32 },
+    Reserve {
+        items: Vec<(Which, u8)>,
+        tokens: bool,
+        short: bool,
+    },
+    Append {
+        step: Which,
+        layer: u8,
+        broken: Broken,
+    },
+    Attend {
+        step: Which,
+        layer: u8,
+        broken: Broken,
+        scale: f32,
+    },
     MarkAll(Which),
     View(Which),
     Group(Which, u8),
@@ -53,15 +70,56 @@ pub(super) enum Op {
     Resync,
     Stats(Broken),
     GroupStats(u8),
-    Export { seq: Which, layer: u8, part: i32, from: u8, to: u8, len: u16 },
-    Read { offset: u64, len: u8 },
+    Export {
+        seq: Which,
+        layer: u8,
+        part: i32,
+        from: u8,
+        to: u8,
+        len: u16,
+    },
+    Read {
+        offset: u64,
+        len: u8,
+    },
     BlockOf(Which, u8, u8),
     Text(bool, u8),
     Check,
     SavePrefixes(bool),
     RestorePrefixes,
     SaveSequence(Which, Broken),
-    RestoreSequence { key: Option<u8>, max_len: u8, broken: Broken },
+    RestoreSequence {
+        key: Option<u8>,
+        max_len: u8,
+        broken: Broken,
+    },
+    Lend {
+        layer: u8,
+        part: u8,
+    },
+    DeleteView(u8),
+    Describe {
+        what: u8,
+        index: u8,
+        broken: Broken,
+    },
+    NamespaceNumbers(Options),
+    LastError(Broken),
+    OfThePlan {
+        what: u8,
+        index: u8,
+        count: u8,
+    },
+    MarkOne(Which, u8),
+    CancelStep,
+    /// What only a GPU has, and a CPU refuses.
+    OfAGpu {
+        what: u8,
+        step: Which,
+        group: u8,
+    },
+    /// Behind which every handle is stale.
+    Close(u8),
 }
 
 #[derive(Clone, Copy, Debug, Arbitrary)]

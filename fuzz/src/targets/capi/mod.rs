@@ -6,13 +6,14 @@
 //!
 //! - `input.rs`: what an input is. `handles.rs`: what its calls are made with.
 //! - `cache.rs`, `sequence.rs`, `admission.rs`, `step.rs`, `prefix.rs`, `save.rs`, `events.rs`, `stats.rs`:
-//!   the calls, by the sections of the header, as in `src/capi/`.
+//!   the calls, by the sections of the header, as in `src/capi/`; `look.rs`: what only looks, and views.
 
 mod admission;
 mod cache;
 mod events;
 mod handles;
 mod input;
+mod look;
 mod prefix;
 mod save;
 mod sequence;
@@ -20,9 +21,12 @@ mod stats;
 mod step;
 
 use std::ffi::CStr;
+use std::ptr::null_mut;
+use std::sync::Mutex;
 
 use kvpool::capi::*;
 
+use cache::Opened;
 use handles::Handles;
 use input::{Input, Op};
 
@@ -44,7 +48,8 @@ fn known(status: kvpool_status_t) -> kvpool_status_t {
 }
 
 /// One call.
-fn call(cache: kvpool_cache_t, op: &Op, h: &mut Handles) -> kvpool_status_t {
+fn call(opened: &Opened, op: &Op, h: &mut Handles) -> kvpool_status_t {
+    let cache = opened.cache;
     match *op {
         Op::Begin { prompt, options, broken } => sequence::begin(cache, prompt, options, broken, h),
         Op::BeginBatch(ref items) => sequence::begin_batch(cache, items, h),
@@ -96,32 +101,66 @@ fn call(cache: kvpool_cache_t, op: &Op, h: &mut Handles) -> kvpool_status_t {
         Op::RestoreSequence { key, max_len, broken } => {
             save::restore_sequence(cache, key, max_len, broken, h)
         }
+        Op::Lend { layer, part } => h.views.lend(cache, layer, part),
+        Op::DeleteView(which) => {
+            h.views.delete(which);
+            KVPOOL_OK
+        }
+        Op::Describe { what, index, broken } => look::describe(cache, what, index, broken),
+        Op::NamespaceNumbers(options) => look::namespace_numbers(cache, options),
+        Op::LastError(broken) => look::last_error(broken),
+        Op::OfThePlan { what, index, count } => look::plan(opened, what, index, count),
+        Op::MarkOne(which, layer) => {
+            kvpool_step_mark_appended(cache, h.step(which), u32::from(layer) % 3)
+        }
+        // SAFETY: NULL may be given.
+        Op::CancelStep => unsafe { kvpool_cache_cancel_step(cache, null_mut()) },
+        Op::OfAGpu { what, step, group } => step::of_a_gpu(cache, what, h.step(step), group),
+        // Not too often: what follows is refused.
+        Op::Close(often) if often.is_multiple_of(8) => kvpool_cache_close(cache),
+        Op::Close(_) => kvpool_cache_check(cache),
+    }
+}
+
+/// A thread's calls, with handles that both have got.
+fn calls(opened: &Opened, ops: &[Op], shared: &Mutex<Handles>, alone: bool) {
+    for op in ops {
+        let before = shared.lock().expect("no panic").clone();
+        let mut handles = before.clone();
+        known(call(opened, op, &mut handles));
+        shared.lock().expect("no panic").absorb(&before, handles);
+        if alone {
+            let status = kvpool_cache_check(opened.cache);
+            assert!([KVPOOL_OK, KVPOOL_STALE_HANDLE].contains(&status), "{status} after {op:?}");
+        }
     }
 }
 
 /// Runs one input.
 pub(super) fn run(input: &Input) {
-    let Some(cache) = cache::open(input) else { return };
-    let two = input.two % 4 == 0 && !input.beside.is_empty();
+    let Some(opened) = cache::open(input) else { return };
+    let cache = opened.cache;
+    let two = input.two.is_multiple_of(4) && !input.beside.is_empty();
+    let shared = Mutex::new(Handles::default());
     std::thread::scope(|scope| {
-        if two {
-            scope.spawn(|| {
-                let mut handles = Handles::default();
-                for op in input.beside.iter().take(64) {
-                    known(call(cache, op, &mut handles));
-                }
-            });
-        }
-        let mut handles = Handles::default();
-        for op in input.ops.iter().take(256) {
-            known(call(cache, op, &mut handles));
-            if !two {
-                assert_eq!(kvpool_cache_check(cache), KVPOOL_OK, "{op:?}");
-            }
+        let first = |ops: &'_ [Op], most: usize| ops[..ops.len().min(most)].to_vec();
+        let beside = two.then(|| {
+            let (ops, shared) = (first(&input.beside, 64), &shared);
+            scope.spawn(move || calls(&opened, &ops, shared, false))
+        });
+        calls(&opened, &first(&input.ops, 256), &shared, !two);
+        // Waited for by itself: the scope would go on while the thread is still being torn down, and what it
+        // holds then looks like a leak.
+        if let Some(beside) = beside {
+            beside.join().expect("no panic");
         }
     });
-    assert_eq!(kvpool_cache_check(cache), KVPOOL_OK);
-    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+    let closed = kvpool_cache_check(cache) == KVPOOL_STALE_HANDLE;
+    let status = kvpool_cache_close(cache);
+    assert_eq!(status, if closed { KVPOOL_STALE_HANDLE } else { KVPOOL_OK });
     assert_eq!(known(kvpool_cache_check(cache)), KVPOOL_STALE_HANDLE);
+    // The views that are still out keep the memory.
+    while shared.lock().expect("no panic").views.delete(0) {}
+    opened.destroy();
     let _ = std::fs::remove_file(save::file());
 }

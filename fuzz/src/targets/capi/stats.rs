@@ -35,7 +35,7 @@ pub(super) fn export(
     let (layer, from, to) = (layer.into(), u32::from(tokens.start), u32::from(tokens.end));
     let right = to.saturating_sub(from) as usize * KV_HEADS * HEAD_DIM;
     out.resize(out.len().max(right), 0.0);
-    let len = if len % 2 == 0 { right } else { usize::from(len) };
+    let len = if len.is_multiple_of(2) { right } else { usize::from(len) };
     // SAFETY: no more places than there are.
     unsafe { kvpool_cache_export(cache, seq, layer, part, from, to, out.as_mut_ptr(), len) }
 }

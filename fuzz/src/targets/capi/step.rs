@@ -90,6 +90,27 @@ pub(super) fn attend(
     unsafe { kvpool_step_attend(cache, step, u32::from(layer) % 3, &q, &to, &options) }
 }
 
+/// What the CPU refuses.
+pub(super) fn of_a_gpu(
+    cache: kvpool_cache_t,
+    what: u8,
+    step: kvpool_step_t,
+    group: u8,
+) -> kvpool_status_t {
+    match what % 4 {
+        0 => kvpool_step_prepare(cache, step),
+        1 => {
+            let mut out: kvpool_step_device_t = zeroed();
+            let size = size_of::<kvpool_step_device_t>();
+            // SAFETY: a place and its size.
+            unsafe { kvpool_step_get_device(cache, step, group.into(), 1, &mut out, size) }
+        }
+        2 => kvpool_cache_synchronize(cache),
+        // SAFETY: the default stream.
+        _ => unsafe { kvpool_cache_set_stream(cache, null_mut()) },
+    }
+}
+
 pub(super) fn view(cache: kvpool_cache_t, step: kvpool_step_t) -> kvpool_status_t {
     let mut out: kvpool_step_view_t = zeroed();
     // SAFETY: a place and its size.
