@@ -22,6 +22,8 @@ Made by `benches/peers/report.py`; `benches/peers/README.md` says what is measur
 above 1: we are faster. *error*: how far the result of ours, and of the peer, is off, in % of its largest
 value. *bf16 (one term)* is bf16 with `kernel = "avx512-bf16"`: queries and weights are rounded to
 bf16 before they are multiplied, as by peers in bf16; all else of ours keeps 16 bits of them or more.
+Of several threads *ns* is how long a cache line takes from one core to the other and back: this machine's
+cores move, and two that are near share their way to memory. Rows compare what was measured at one distance.
 """
 
 
@@ -49,8 +51,25 @@ def fastest_peers(peers):
     return best
 
 
+def threads_of(one):
+    """How many threads, and how far from each other."""
+    line_ns = one.get("line_ns")
+    return f"{one['threads']}, {line_ns} ns" if line_ns else str(one["threads"])
+
+
 def rows_of(place, ours, peers):
-    """A row of the table for each of our formats and modes. `place`: shape and threads."""
+    """A row of the table for each of our formats and modes, at each distance of the cores. `place`: shape
+    and threads."""
+    rows = []
+    for line_ns in sorted({one["line_ns"] for one in ours}):
+        here = lambda one: one["line_ns"] == line_ns  # noqa: E731
+        at = place | {"line_ns": line_ns}
+        rows += rows_at(at, list(filter(here, ours)), list(filter(here, peers)))
+    return rows
+
+
+def rows_at(place, ours, peers):
+    """Those of one distance."""
     best = fastest_peers(peers)
     rows = []
     for (mode, form), one in medians(ours, lambda one: (one["mode"], one["format"])).items():
@@ -102,7 +121,7 @@ def contest_lines(rows):
     columns += ("fastest peer with as many bits", "error %", "us", "ratio")
     lines = []
     for row in rows:
-        cells = [row["shape"], str(row["threads"]), f"{row['format']} {row['mode']}"]
+        cells = [row["shape"], threads_of(row), f"{row['format']} {row['mode']}"]
         cells += [per_cent(row["error"]), microseconds(row["median_us"]), fraction(row)]
         peer = opponent(row)
         if peer is None:
@@ -117,12 +136,12 @@ def peers_lines(peers):
     """Every peer's fastest variant, whether it came to the last round or not."""
     kinds = sorted({(-one["bits"], one["peer"]) for one in peers})
     lines = []
-    for (shape, threads), group in by(peers, lambda one: (one["shape"], one["threads"])).items():
+    for (shape, threads), group in by(peers, lambda one: (one["shape"], threads_of(one))).items():
         middle = medians(group, lambda one: (one["bits"], one["peer"], one["label"])).values()
         best = by(middle, lambda one: (-one["bits"], one["peer"]))
         times = [best[kind][0]["median_us"] if kind in best else None for kind in kinds]
         cells = ["-" if time is None else microseconds(time) for time in times]
-        lines.append([shape, str(threads), *cells])
+        lines.append([shape, threads, *cells])
     order = [shape.name for shape in SHAPES]
     lines.sort(key=lambda cells: (order.index(cells[0]), cells[1]))
     return table(("shape", "threads", *(f"{peer}, {-bits} bits" for bits, peer in kinds)), lines)
@@ -135,13 +154,13 @@ def readme_lines(rows):
         columns += [f"{form}: contiguous / paged", f"fastest {bits} peer", "ratio"]
     lines = []
     for shape in SHAPES:
-        for threads in sorted({row["threads"] for row in rows if row["shape"] == shape.name}):
-            here = [row for row in rows if (row["shape"], row["threads"]) == (shape.name, threads)]
+        for threads in sorted({threads_of(row) for row in rows if row["shape"] == shape.name}):
+            here = [row for row in rows if (row["shape"], threads_of(row)) == (shape.name, threads)]
             cells = [*readme_cells(here, "f16"), *readme_cells(here, "int8")]
-            lines.append([shape.title, str(threads), *cells])
+            lines.append([shape.title, threads, *cells])
             if any(row["format"] == ONE_TERM for row in here):
                 cells = [*readme_cells(here, ONE_TERM), "", "", ""]
-                lines.append([f"{shape.title}, {ONE_TERM} instead of f16", str(threads), *cells])
+                lines.append([f"{shape.title}, {ONE_TERM} instead of f16", threads, *cells])
     return table(columns, lines)
 
 
@@ -164,12 +183,12 @@ def readme_cells(rows, form):
 def over_rounds(rounds, names):
     """For each variant its median round, and how far the rounds lie apart."""
     found = []
-    for key, group in by(rounds, lambda one: tuple(one[name] for name in names)).items():
+    for key, group in by(rounds, lambda one: tuple(one.get(name) for name in names)).items():
         one = group[(len(group) - 1) // 2]
         kept = {name: one[name] for name in ("median_us", "error", "checksum") if name in one}
         times = [one["median_us"] for one in group]
         spread = {"rounds": len(group), "fastest_us": times[0], "slowest_us": times[-1]}
-        found.append(dict(zip(names, key)) | kept | spread)
+        found.append({name: value for name, value in zip(names, key) if value} | kept | spread)
     return found
 
 
@@ -219,8 +238,8 @@ def main():
     variants = {
         "runs": runs,
         "table": rows,
-        "kvpool": over_rounds(ours, ("shape", "threads", "format", "mode", "path")),
-        "peers": over_rounds(peers, ("shape", "threads", "bits", "peer", "label")),
+        "kvpool": over_rounds(ours, ("shape", "threads", "line_ns", "format", "mode", "path")),
+        "peers": over_rounds(peers, ("shape", "threads", "line_ns", "bits", "peer", "label")),
     }
     parts = ",\n ".join(f'"{name}": {lines_of(entries)}' for name, entries in variants.items())
     target = args.results / f"peers-{runs[0]['date'][:10]}"

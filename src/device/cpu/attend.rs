@@ -125,8 +125,8 @@ struct Deal {
 }
 
 impl Deal {
-    fn new(job: &AttendJob<'_>, sizes: &CpuWorkspace) -> Self {
-        let lanes = matches!(job.layout.format.element, Format::F16 | Format::F32);
+    fn new(kernel: &dyn Kernel, job: &AttendJob<'_>, sizes: &CpuWorkspace) -> Self {
+        let lanes = kernel.in_lanes(job.layout, job.group);
         let single_rows = job.seqs.iter().all(|seq| seq.rows <= 1);
         let side_by_side = single_rows && takes_heads_together(job, sizes);
         let num_kv_heads = job.layout.num_kv_heads as usize;
@@ -203,7 +203,7 @@ pub(super) fn attend(
         packed_len: len(sizes.packed_len()),
         sizes,
     };
-    let deal = Deal::new(job, &sizes);
+    let deal = Deal::new(kernel, job, &sizes);
     let items = job.rows * deal.head_blocks;
     let Some(splits) = deal.splits else {
         return threads.run(items, &|worker, item| {

@@ -20,11 +20,18 @@ use super::vnni::Vnni;
 use super::x86::{Avx2, Avx512};
 use crate::config::{Format, KernelChoice, ScaleKind};
 use crate::error::DeviceError;
+use crate::plan::GroupLayout;
 
 /// Computes one split, and stores one item of an append.
 pub(super) trait Kernel: Send + Sync + fmt::Debug {
     /// `portable`, `avx2`, `avx512`, …
     fn name(&self) -> &'static str;
+
+    /// Whether attention over such vectors is computed in f32 lanes, where queries have no other form.
+    /// `group`: query heads that share a KV head.
+    fn in_lanes(&self, layout: &GroupLayout, _group: usize) -> bool {
+        layout.format.element != Format::Int8
+    }
 
     /// Attention of one row's query heads of one KV head over one split's visible keys. What
     /// comes out depends on nothing but the queries, those keys and their positions.

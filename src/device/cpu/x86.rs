@@ -20,7 +20,7 @@ use super::task::{Partial, Split, Task};
 use super::tile::{Tile, TileRow};
 use super::vnni::{self, Vnni};
 use crate::config::{Format, ScaleKind};
-use crate::plan::E8M8;
+use crate::plan::{E8M8, GroupLayout};
 
 /// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -444,18 +444,30 @@ fn split_bf16<const TERMS: usize>(isa: Bf16<TERMS>, work: &mut Split<'_, '_>) {
     }
 }
 
+impl<const TERMS: usize> Bf16<TERMS> {
+    /// Whether vectors are computed in pairs of bfloat16. Where each query head has a KV head of its own,
+    /// f32 lanes have less to do than two terms: memory is the limit, and the queries of many heads stay in
+    /// the nearest cache.
+    fn in_pairs(layout: &GroupLayout, group: usize) -> bool {
+        layout.format.element == Format::Bf16 && Self::takes(layout) && (TERMS == 1 || group > 1)
+    }
+}
+
 impl<const TERMS: usize> Kernel for Bf16<TERMS> {
     fn name(&self) -> &'static str {
         if TERMS == 1 { "avx512-bf16" } else { "avx512+vnni+bf16" }
     }
 
     fn split(&self, work: &mut Split<'_, '_>) {
-        let layout = work.task.view.layout;
-        if layout.format.element != Format::Bf16 || !Self::takes(layout) {
+        if !Self::in_pairs(work.task.view.layout, work.task.group) {
             return self.plain().split(work);
         }
         // SAFETY: `self` exists only on a CPU that has the features (`detect`).
         unsafe { split_bf16(*self, work) }
+    }
+
+    fn in_lanes(&self, layout: &GroupLayout, group: usize) -> bool {
+        layout.format.element != Format::Int8 && !Self::in_pairs(layout, group)
     }
 
     fn append(&self, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
