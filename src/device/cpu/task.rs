@@ -153,6 +153,11 @@ impl<'a> Parts<'a> {
         Parts { memory: self.memory, ..*self }
     }
 
+    /// Takes over those of another place, of the same shape.
+    pub(super) fn take(&mut self, other: &Self) {
+        self.memory.copy_from_slice(other.memory);
+    }
+
     /// Nothing seen.
     pub(super) fn clear(&mut self) {
         for kv_head in 0..self.kv_heads {
