@@ -8,7 +8,7 @@ use std::ptr::null;
 
 use super::bindings::*;
 use super::config::{kvpool_config_destroy, kvpool_config_parse};
-use super::failure::kvpool_last_error;
+use super::last_error::kvpool_last_error;
 use super::open::{kvpool_cache_close, kvpool_cache_open};
 use super::plan::{kvpool_plan_destroy, kvpool_plan_new};
 use super::sequence::{kvpool_cache_begin, kvpool_cache_release};

@@ -3,7 +3,7 @@
 //!
 //! | file | section of the header |
 //! |---|---|
-//! | `failure.rs` | status, last error |
+//! | `failure.rs`, `facts.rs`, `last_error.rs` | statuses, numbers of a failure, last error |
 //! | `handle.rs`, `registry.rs` | handles, and the objects behind them |
 //! | `object.rs`, `gate.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
 //! | `caller.rs` | pointers of the caller, checked |
@@ -15,7 +15,7 @@
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
 //! that the header declares) are made by `csrc/bindings.sh`.
 //!
-//! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions check: a
+//! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions and unit tests check: a
 //! cache's own mutex (`gate.rs`; `turns.rs` says in which order it is given), its DLPack views
 //! (`dlpack.rs`), the table of objects (`registry.rs`, for the time of a look-up). A verb claims the
 //! cache before it takes the mutex, so a second verb is refused rather than kept waiting; a reader
@@ -31,10 +31,12 @@ mod config;
 pub mod decode;
 mod dlpack;
 mod events;
+mod facts;
 mod failure;
 pub mod fault;
 mod gate;
 mod handle;
+mod last_error;
 mod object;
 mod open;
 mod plan;
@@ -58,7 +60,7 @@ pub use bindings::*;
 pub use config::*;
 pub use dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor, kvpool_cache_dlpack};
 pub use events::*;
-pub use failure::{kvpool_last_error, kvpool_status_name};
+pub use last_error::{kvpool_last_error, kvpool_status_name};
 pub use open::*;
 pub use plan::*;
 pub use prefix::*;

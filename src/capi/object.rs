@@ -9,8 +9,9 @@ use super::bindings::{
     KVPOOL_OK, kvpool_cache_t, kvpool_plan_info_t, kvpool_status_t, kvpool_step_t,
 };
 use super::dlpack::Views;
-use super::failure::{CallError, Failure, note};
+use super::failure::{CallError, Failure};
 use super::gate::Gate;
+use super::last_error::note;
 use super::plan::info_of;
 use super::registry::Registry;
 use super::{fault, handle};

@@ -191,39 +191,9 @@ impl Plan {
         let longest_row = longest_row.unwrap_or(0);
         for group in &self.groups {
             let entries = Bytes(seqs).try_mul(u64::from(group.max_blocks_per_seq))?.get();
-            let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
-            let positions = device.take(if self.rope.is_some() { tokens } else { 0 }, 4)?;
-            let attend = device.0;
-            let num_items = device.take(CUDA_COUNTS_BYTES + seqs * CUDA_SEQ_BYTES, 1)?;
-            let mut tables = CudaTables {
-                num_tokens: from,
-                token_slots: from + CUDA_COUNTS_BYTES,
-                positions,
-                num_items,
-                seqs: num_items + CUDA_COUNTS_BYTES,
-                tables: device.take(entries, 4)?,
-                items: device.take(max_items, CUDA_ITEM_BYTES)?,
-                combines: device.take(max_tiles, CUDA_ITEM_BYTES)?,
-                exports: CudaExports::default(),
-            };
-            // Token slots are uploaded by append, the rest by attend.
-            let larger = (attend.get() - from).max(device.0.get() - attend.get());
-            table_slot_bytes = larger.max(table_slot_bytes);
-            let exports = device.0;
-            tables.exports = CudaExports {
-                positions: device.take(tokens, 4)?,
-                token_slots: device.take(tokens, 8)?,
-                seq_lens: device.take(seqs, 4)?,
-                kv_indptr: device.take(seqs + 1, 4)?,
-                kv_last_block_len: device.take(seqs, 4)?,
-                kv_first_position: device.take(seqs, 4)?,
-                kv_indices: device.take(entries, 4)?,
-                block_table: device.take(entries, 4)?,
-            };
-            // All but the dense table go through one buffer.
-            let dense = Bytes(entries).try_mul(4)?.align_up(PART_ALIGN)?;
-            let csr = device.0.get() - exports.get() - dense.get();
-            table_slot_bytes = csr.max(dense.get()).max(table_slot_bytes);
+            let (tables, uploaded) =
+                self.carve_tables(&mut device, entries, max_items, max_tiles)?;
+            table_slot_bytes = uploaded.max(table_slot_bytes);
             groups.push(tables);
         }
         let in_row_bytes = q_heads.max(2 * kv_heads) * head_dim * 4;
@@ -261,6 +231,51 @@ impl Plan {
                 sum.try_add(Bytes(bytes).try_mul(slots.into())?)
             })?;
         Ok(CudaWorkspace { pinned_bytes: pinned, ..workspace })
+    }
+
+    /// A group's tables, and the bytes of the largest part of them that is uploaded at once. `entries`: of
+    /// its block table.
+    fn carve_tables(
+        &self,
+        device: &mut Carver,
+        entries: u64,
+        max_items: u64,
+        max_tiles: u64,
+    ) -> Result<(CudaTables, u64), Overflow> {
+        let tokens = u64::from(self.limits.max_batch_tokens);
+        let seqs = u64::from(self.seq_slots);
+        let from = device.take(CUDA_COUNTS_BYTES + tokens * 8, 1)?;
+        let positions = device.take(if self.rope.is_some() { tokens } else { 0 }, 4)?;
+        let attend = device.0;
+        let num_items = device.take(CUDA_COUNTS_BYTES + seqs * CUDA_SEQ_BYTES, 1)?;
+        let mut tables = CudaTables {
+            num_tokens: from,
+            token_slots: from + CUDA_COUNTS_BYTES,
+            positions,
+            num_items,
+            seqs: num_items + CUDA_COUNTS_BYTES,
+            tables: device.take(entries, 4)?,
+            items: device.take(max_items, CUDA_ITEM_BYTES)?,
+            combines: device.take(max_tiles, CUDA_ITEM_BYTES)?,
+            exports: CudaExports::default(),
+        };
+        // Token slots are uploaded by append, the rest by attend.
+        let larger = (attend.get() - from).max(device.0.get() - attend.get());
+        let exports = device.0;
+        tables.exports = CudaExports {
+            positions: device.take(tokens, 4)?,
+            token_slots: device.take(tokens, 8)?,
+            seq_lens: device.take(seqs, 4)?,
+            kv_indptr: device.take(seqs + 1, 4)?,
+            kv_last_block_len: device.take(seqs, 4)?,
+            kv_first_position: device.take(seqs, 4)?,
+            kv_indices: device.take(entries, 4)?,
+            block_table: device.take(entries, 4)?,
+        };
+        // All but the dense table go through one buffer.
+        let dense = Bytes(entries).try_mul(4)?.align_up(PART_ALIGN)?;
+        let csr = device.0.get() - exports.get() - dense.get();
+        Ok((tables, larger.max(csr).max(dense.get())))
     }
 }
 
