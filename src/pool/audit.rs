@@ -1,6 +1,7 @@
 //! Looking into a store: its lists, and whether everything it knows agrees.
 
-use super::block_store::{BlockState, BlockStore};
+use super::block::BlockState;
+use super::block_store::BlockStore;
 use super::record::Record;
 use crate::error::InvariantError;
 use crate::plan::NO_BLOCK;

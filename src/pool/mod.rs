@@ -4,12 +4,14 @@
 //! It knows nothing of tokens; the meaning of a block is the cache's.
 
 mod audit;
+mod block;
 mod block_store;
 mod lru;
 mod record;
 mod stats;
 
-pub use block_store::{BlockCounts, BlockHandle, BlockState, BlockStore};
+pub use block::{BlockCounts, BlockHandle, BlockState};
+pub use block_store::BlockStore;
 pub use lru::{DEFAULT_PRIORITY, MAX_PRIORITY};
 pub use record::Debts;
 pub use stats::{GroupStats, Stats};

@@ -17,7 +17,7 @@
 //! With these debts, what is free or cached always covers what has been promised, whatever the
 //! sequences do next.
 
-use super::block_store::BlockState;
+use super::block::BlockState;
 use super::lru::DEFAULT_PRIORITY;
 use crate::plan::{BLOCK_RECORD_BYTES, NO_BLOCK};
 
