@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::deviation::Right;
+use super::dram::Passes;
 use super::inputs::{FILL_TOKENS, Inputs, tokens_a_step};
 use super::{BenchError, Measurement, Options};
 use crate::cache::{AttendOptions, BeginOptions, Cache, SeqHandle};
@@ -327,7 +328,39 @@ const WARM_UP: usize = 2;
 /// The least rounds that a median is taken over.
 const ROUNDS_MIN: usize = 9;
 
-/// Measures every variant of a shape, taking turns call by call.
+/// A call so long is a turn by itself: threads that wake up do not tell.
+const LONG: Duration = Duration::from_millis(20);
+
+/// How long a turn of shorter calls takes, about.
+const TURN: Duration = Duration::from_millis(5);
+
+/// Calls of a turn that are counted, at most.
+const CALLS_MAX: u32 = 8;
+
+impl Case {
+    /// The times of a turn: a call that wakes the threads up, which is not counted, and some that follow at
+    /// once; or one that is long. `next`: the number of the next call.
+    fn turns(
+        &mut self,
+        operation: Operation,
+        next: &mut usize,
+        inputs: &Inputs,
+        out: &mut [f32],
+    ) -> Result<Vec<f64>, CacheError> {
+        let mut call = || {
+            *next += 1;
+            self.turn(operation, *next - 1, inputs, out)
+        };
+        let first = call()?;
+        if first > LONG {
+            return Ok(vec![first.as_secs_f64()]);
+        }
+        let calls = (TURN.as_nanos() / first.as_nanos().max(1)).clamp(1, CALLS_MAX.into());
+        (0..calls).map(|_| Ok(call()?.as_secs_f64())).collect()
+    }
+}
+
+/// Measures every variant of a shape, taking turns of a few calls.
 ///
 /// # Errors
 /// A variant that cannot be opened.
@@ -348,25 +381,42 @@ pub(super) fn measure(
     }
     let mut out = vec![0.0_f32; inputs.q.len()];
     let mut times = vec![Vec::new(); cases.len()];
+    let dram = Passes::new(threads);
+    let mut read = Vec::new();
     let start = Instant::now();
+    let mut next = vec![0; cases.len()];
     let mut round = 0;
     while round < WARM_UP + ROUNDS_MIN || start.elapsed().as_secs_f64() < options.seconds {
-        for (case, times) in cases.iter_mut().zip(&mut times) {
-            let time = case.turn(shape.operation, round, &inputs, &mut out);
-            let time = time.expect("the plan holds the shape");
+        for ((case, times), next) in cases.iter_mut().zip(&mut times).zip(&mut next) {
+            let timed = case.turns(shape.operation, next, &inputs, &mut out);
+            let timed = timed.expect("the plan holds the shape");
             if round >= WARM_UP {
-                times.push(time.as_secs_f64());
+                times.extend(timed);
             }
+        }
+        let gbps = dram.gbps();
+        if round >= WARM_UP {
+            read.push(gbps);
         }
         round += 1;
     }
+    drop(dram);
+    read.sort_by(f64::total_cmp);
     let right = Right::new(shape, &inputs);
     let mut measured = Vec::new();
     for (case, times) in cases.iter_mut().zip(times) {
         let checksum = case.checksum(shape.operation, &inputs, &mut out);
         let checksum = checksum.expect("the plan holds the shape");
         let error = right.as_ref().map(|right| right.error(&out));
-        measured.push(Measurement { error, ..summary(shape, case, times, checksum) });
+        let summary = summary(shape, case, times, checksum);
+        let dram_gbps = read[read.len() / 2];
+        measured.push(Measurement {
+            error,
+            dram_gbps,
+            dram_best_gbps: read[read.len() - 1],
+            fraction: summary.gbps / dram_gbps,
+            ..summary
+        });
     }
     Ok(measured)
 }
@@ -396,6 +446,7 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
         min_us: times[0] * 1e6,
         gbps: bytes / median / 1e9,
         dram_gbps: 0.0,
+        dram_best_gbps: 0.0,
         fraction: 0.0,
         line_ns: None,
         gflops: shape.flops() / median / 1e9,

@@ -1,8 +1,9 @@
 //! The speed at which memory is read: the limit that decode attention is held against.
 
 use std::hint::black_box;
-use std::sync::Barrier;
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 /// Bytes that each thread reads: far beyond any cache.
@@ -27,6 +28,87 @@ pub fn read_gbps(threads: u32) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "a size below 2^53")]
     let bytes = (threads * BYTES_PER_THREAD) as f64;
     bytes / best / 1e9
+}
+
+/// Bytes that each thread reads in one pass of a [`Passes`]: more than a cache holds of it by its next turn,
+/// which comes when all else of its memory was read.
+const BYTES_PER_PASS: usize = 64 << 20;
+
+/// Threads that read memory when they are asked to: single passes that take turns with what is measured, so
+/// that what else happens on the machine meets both alike.
+pub(super) struct Passes {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    /// Before a pass and behind it. [`Passes`] waits there too.
+    barrier: Barrier,
+    ended: AtomicBool,
+    /// Of each thread, the seconds of its last pass. `[threads]`
+    seconds: Vec<Mutex<f64>>,
+}
+
+impl Passes {
+    /// Threads with memory of their own, which wait.
+    pub(super) fn new(threads: u32) -> Self {
+        let threads = threads.max(1) as usize;
+        let shared = Arc::new(Shared {
+            barrier: Barrier::new(threads + 1),
+            ended: AtomicBool::new(false),
+            seconds: (0..threads).map(|_| Mutex::new(0.0)).collect(),
+        });
+        let spawn = |own: usize| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || shared.read(own))
+        };
+        let threads = (0..threads).map(spawn).collect();
+        Self { shared, threads }
+    }
+
+    /// One pass of all threads: 10⁹ bytes a second, together.
+    pub(super) fn gbps(&self) -> f64 {
+        self.shared.barrier.wait();
+        self.shared.barrier.wait();
+        let seconds = self
+            .shared
+            .seconds
+            .iter()
+            .map(|own| *own.lock().unwrap_or_else(PoisonError::into_inner));
+        #[expect(clippy::cast_precision_loss, reason = "a size below 2^53")]
+        let bytes = (self.threads.len() * BYTES_PER_PASS) as f64;
+        // A pass ends when its slowest thread does.
+        bytes / seconds.fold(0.0, f64::max) / 1e9
+    }
+}
+
+impl Drop for Passes {
+    fn drop(&mut self) {
+        self.shared.ended.store(true, Ordering::Release);
+        self.shared.barrier.wait();
+        for thread in self.threads.drain(..) {
+            // It has nothing left to do, and nothing of it is used any more.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// A thread's passes, each over the next part of its memory.
+    fn read(&self, own: usize) {
+        let words = memory_of(BYTES_PER_THREAD);
+        for part in words.chunks_exact(BYTES_PER_PASS).cycle() {
+            self.barrier.wait();
+            if self.ended.load(Ordering::Acquire) {
+                return;
+            }
+            let start = Instant::now();
+            black_box(sum(black_box(part)));
+            let seconds = start.elapsed().as_secs_f64();
+            *self.seconds[own].lock().unwrap_or_else(PoisonError::into_inner) = seconds;
+            self.barrier.wait();
+        }
+    }
 }
 
 /// One thread's passes over its own memory, in seconds.

@@ -1,10 +1,9 @@
 //! `kvpool bench`: how fast the device's kernels are, beside what the memory allows, and how fast
 //! the manager is.
 //!
-//! Every run first reads memory with plain loads and reports that speed, so that each figure
-//! stands beside the limit of the same minute on the same machine. All variants of a shape are
-//! open at once and take turns, call by call, over enough layers that no cache holds what is read;
-//! figures are medians. The criterion groups in `benches/` call the same functions.
+//! All variants of a shape are open at once and take turns of a few calls, over enough layers that no cache
+//! holds what is read; plain loads that read memory take turns with them, so that each figure stands beside
+//! the limit of the same seconds on the same machine. Figures are medians. The criterion groups in `benches/` call the same functions.
 
 mod attention;
 pub mod capi;
@@ -85,8 +84,11 @@ pub struct Measurement {
     /// Bytes of K, V and scales that the call must read (decode, prefill) or write (append) once,
     /// divided by the median time: 10⁹ bytes a second.
     pub gbps: f64,
-    /// The speed at which the same number of threads read memory in the same run.
+    /// The speed at which the same number of threads read memory with plain loads, in passes that took turns
+    /// with the calls: the median.
     pub dram_gbps: f64,
+    /// The fastest of these passes.
+    pub dram_best_gbps: f64,
     /// `gbps / dram_gbps`.
     pub fraction: f64,
     /// Of several threads: [`line_ns`] before and after, which tells how much of the way to memory the
@@ -122,17 +124,11 @@ pub fn run(
         for shape in &chosen {
             let several = threads > 1;
             let line_before = several.then(line_ns).flatten();
-            let dram_before = read_gbps(threads);
             let mut measured = attention::measure(shape, options, threads)?;
-            // The neighbours of a shared machine come and go: the limit is taken before and
-            // after, and the higher one counts.
-            let dram_gbps = dram_before.max(read_gbps(threads));
             let line_after = several.then(line_ns).flatten();
             let line_ns = line_before.zip(line_after).map(|(before, after)| [before, after]);
             for one in &mut measured {
                 one.line_ns = line_ns;
-                one.dram_gbps = dram_gbps;
-                one.fraction = one.gbps / dram_gbps;
             }
             each(&measured);
             all.extend(measured);

@@ -319,32 +319,35 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
         "GB/s",
         "DRAM GB/s",
         "of DRAM",
-        "line ns",
         "GFLOP/s",
     ];
-    let mut table = table(&header, 4..11);
+    let mut table = table(&header, 4..10);
     for one in results {
         table.add_row([
             one.shape.clone(),
             one.mode.to_owned(),
             one.format.to_owned(),
             one.path.to_owned(),
-            one.threads.to_string(),
+            threads(one),
             format!("{:.1}", one.median_us),
             format!("{:.1}", one.gbps),
             format!("{:.1}", one.dram_gbps),
             format!("{:.0} %", one.fraction * 100.0),
-            one.line_ns.map_or_else(String::new, range),
             format!("{:.0}", one.gflops),
         ]);
     }
     table
 }
 
-/// Two figures, or one where they are alike.
-fn range([before, after]: [f64; 2]) -> String {
+/// How many threads; of several, how far from each other before and after, or once where that is alike.
+fn threads(one: &Measurement) -> String {
+    let Some([before, after]) = one.line_ns else { return one.threads.to_string() };
     let (least, most) = (before.min(after), before.max(after));
-    if most < 1.5 * least { format!("{least:.0}") } else { format!("{before:.0} to {after:.0}") }
+    if most < 1.5 * least {
+        format!("{}, {least:.0} ns", one.threads)
+    } else {
+        format!("{}, {before:.0}-{after:.0} ns", one.threads)
+    }
 }
 
 /// Reads a time that ends.
