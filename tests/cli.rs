@@ -345,9 +345,10 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
     let results = document["results"].as_array().expect("results");
     assert_eq!(results.len(), 6);
     for one in results {
-        for key in ["median_us", "gbps", "dram_gbps", "fraction"] {
+        for key in ["median_us", "gbps", "dram_gbps", "dram_best_gbps", "fraction"] {
             assert!(one[key].as_f64().is_some_and(|x| x > 0.0), "{key}: {one}");
         }
+        assert!(one["line_ns"].is_null(), "one thread is near itself: {one}");
         for key in ["shape", "mode", "format", "path"] {
             assert!(one[key].is_string(), "{key}: {one}");
         }
@@ -358,8 +359,20 @@ fn bench_json_has_its_keys_and_equal_answers_in_every_mode() {
     assert!(bad(&["bench", "decode", "--formats", "f17"], 2).contains("f17"));
     assert!(
         bad(&["bench", "sideways"], 2)
-            .contains("<decode|append|prefill|manager|capi|cost|on-demand|salt|scrub>")
+            .contains("<decode|append|prefill|cores|manager|capi|cost|on-demand|salt|scrub>")
     );
+}
+
+#[test]
+fn bench_cores_says_how_near_they_are() {
+    let out = good(&["bench", "cores", "--json"]);
+    let document: Value = serde_json::from_str(&out).expect("one JSON document");
+    let line_ns = &document["results"][0]["line_ns"];
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    assert!(line_ns.as_f64().is_some_and(|ns| ns > 1.0) || line_ns.is_null(), "{out}");
+    assert!(cores > 1 || line_ns.is_null(), "{out}");
+    let text = good(&["bench", "cores"]);
+    assert!(text.contains(" ns from one core to another") || text.contains("one core"), "{text}");
 }
 
 #[test]
