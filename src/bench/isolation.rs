@@ -72,10 +72,11 @@ fn source(
     layers: u32,
     seqs: u32,
 ) -> Result<(Config, Geometry), IsolationError> {
+    let hybrid = if mode == "hybrid" { ", hybrid = { contiguous_layers = [0] }" } else { "" };
     let text = format!(
         "model = {{ num_layers = {layers}, num_q_heads = 8, num_kv_heads = 8, head_dim = 128 }}\n\
          limits = {{ max_seqs = {seqs}, max_seq_len = 2304, max_batch_tokens = 2304 }}\n\
-         cache = {{ mode = '{mode}', format = 'f16' }}\n\
+         cache = {{ mode = '{mode}', format = 'f16'{hybrid} }}\n\
          pool = {{ capacity = 'worst-case', scrub = '{}' }}",
         scrub.name()
     );
@@ -142,14 +143,14 @@ fn timed(cache: &mut Cache, prompt: &[u32], salt: u64) -> Result<f64, CacheError
 pub fn salt(quick: bool) -> Result<Vec<SaltTiming>, IsolationError> {
     let calls = if quick { 400 } else { 20_000 };
     let mut all = Vec::new();
-    for mode in ["paged", "contiguous"] {
+    for (mode, layers) in [("paged", 1), ("contiguous", 1), ("hybrid", 2)] {
         let cases = [
             ("another miss", None),
             ("another tenant's prompt", Some(1)),
             ("the tenant's own prompt", Some(2)),
         ];
         for (case, owner) in cases {
-            let mut cache = open(mode, Scrub::Off, 1, 8)?;
+            let mut cache = open(mode, Scrub::Off, layers, 8)?;
             // Each kind of prompt is as many texts, so that the processor's caches have as much of
             // the one as of the other. They lie in turns, and all begin at the same place of a
             // memory page: how fast a text is copied depends on that.
@@ -280,7 +281,7 @@ mod tests {
     #[test]
     fn both_run() {
         let timings = salt(true).expect("opens");
-        assert_eq!(timings.len(), 6);
+        assert_eq!(timings.len(), 9);
         assert!(timings.iter().all(|timing| timing.calls == 400 && timing.t.is_finite()));
         let timings = scrub(true).expect("opens");
         for timing in &timings {
