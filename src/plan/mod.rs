@@ -40,6 +40,8 @@ pub use workspace::{
     TILE_TOKENS,
 };
 
+use std::fmt::{self, Write as _};
+
 use serde::Serialize;
 
 use crate::config::{
@@ -390,9 +392,20 @@ impl Plan {
     /// so that a cache with another plan of the same size is refused.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
-        format!("{self:?}").bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
-        })
+        /// FNV-1a of what is written: the text is never there as a whole, and takes no memory.
+        struct Hash(u64);
+        impl fmt::Write for Hash {
+            fn write_str(&mut self, text: &str) -> fmt::Result {
+                self.0 = text.bytes().fold(self.0, |hash, byte| {
+                    (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+                });
+                Ok(())
+            }
+        }
+        let mut hash = Hash(0xCBF2_9CE4_8422_2325);
+        // Neither the numbers nor the hash fail.
+        let _ = write!(hash, "{self:?}");
+        hash.0
     }
 
     /// Where a layer's keys and values lie: what an engine's own kernels need beside the pool's
