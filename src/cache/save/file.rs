@@ -126,7 +126,7 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
             if about.is_file() {
                 // For writing, though nothing is written: some file systems lock no other.
                 let mut options = OpenOptions::new();
-                let options = without_waiting(options.write(true), libc::O_NOFOLLOW);
+                let options = without_waiting(options.write(true), false);
                 let left = options.open(part).map_err(failed)?;
                 lock(&left, part)?;
                 std::fs::remove_file(part).map_err(failed)?;
@@ -146,16 +146,17 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
     Ok(file)
 }
 
-/// What opens a file and nothing else: a pipe that lies there would be waited for, for ever.
-fn without_waiting(options: &mut OpenOptions, flags: i32) -> &mut OpenOptions {
+/// What opens a file and waits for nothing: a pipe that lies there would be waited for, for ever. `links`:
+/// whether they are followed.
+fn without_waiting(options: &mut OpenOptions, links: bool) -> &mut OpenOptions {
     #[cfg(unix)]
     {
         use std::os::unix::fs::OpenOptionsExt;
-        options.custom_flags(flags | libc::O_NONBLOCK)
+        options.custom_flags(libc::O_NONBLOCK | if links { 0 } else { libc::O_NOFOLLOW })
     }
     #[cfg(not(unix))]
     {
-        let _ = flags;
+        let _ = links;
         options
     }
 }
@@ -234,7 +235,7 @@ impl Reader {
     pub(super) fn open(path: &Path) -> Result<Self, SaveError> {
         let failed = |error: std::io::Error| refused("opening the file", COPY, &error);
         let mut options = OpenOptions::new();
-        let file = without_waiting(options.read(true), 0).open(path).map_err(failed)?;
+        let file = without_waiting(options.read(true), true).open(path).map_err(failed)?;
         let about = file.metadata().map_err(failed)?;
         if about.is_dir() {
             let error = std::io::Error::from(ErrorKind::IsADirectory);
