@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn edge_49_every_half_widens_exactly() {
+    fn every_half_widens_exactly() {
         for bits in 0..=u16::MAX {
             let (half, brain) = (f16::from_bits(bits), bf16::from_bits(bits));
             if half.is_nan() {
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_49_narrowing_rounds_as_the_half_crate_does() {
+    fn narrowing_rounds_as_the_half_crate_does() {
         // Every exponent and sign with mantissas around the ties of both formats.
         for high in 0..=0x1FF_u32 {
             for top in 0..1024_u32 {

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_47_every_value_stays_within_half_a_scale_and_a_second_pass_changes_nothing() {
+    fn edge_48_every_value_stays_within_half_a_scale_and_a_second_pass_changes_nothing() {
         for kind in KINDS {
             for seed in 0..200 {
                 let factor = 2.0_f32.powi(i32::try_from(seed % 60).expect("small") - 30);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_47_halves_go_to_the_even_neighbour() {
+    fn edge_48_halves_go_to_the_even_neighbour() {
         let mut x = vec![0.0; 32];
         x[..6].copy_from_slice(&[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]);
         for kind in KINDS {
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_47_the_rounding_is_round_ties_even() {
+    fn edge_48_the_rounding_is_round_ties_even() {
         for i in -127 * 64..=127 * 64_i16 {
             let x = f32::from(i) / 64.0;
             let mut q = [0_i8];
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_48_nan_and_infinity_are_counted_and_touch_no_other_element() {
+    fn edge_47_nan_and_infinity_are_counted_and_touch_no_other_element() {
         for kind in KINDS {
             let clean: Vec<f32> = noise(64, 3).collect();
             let mut x = clean.clone();
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_48_nothing_finite_gives_a_zero_scale() {
+    fn edge_47_nothing_finite_gives_a_zero_scale() {
         let done = quantized(&[f32::NAN, f32::INFINITY].repeat(16), ScaleKind::PerTokenHead, 0.0);
         assert_eq!(done.scales[0].0, 0);
         assert_eq!(done.counts.nonfinite, 32);
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn edge_48_static_scales_saturate_and_count() {
+    fn edge_47_static_scales_saturate_and_count() {
         let mut x = vec![0.0; 32];
         x[..5].copy_from_slice(&[127.0, 127.4, 128.0, -1e30, f32::INFINITY]);
         let done = quantized(&x, ScaleKind::PerTensor, 1.0);

@@ -15,7 +15,7 @@ fn all_kernels() -> Vec<KernelChoice> {
 }
 
 #[test]
-fn edge_48_no_finite_score_gives_zeros() {
+fn no_finite_score_gives_zeros() {
     for kernel in all_kernels() {
         for threads in [1, 4] {
             let mut rig =
@@ -35,7 +35,7 @@ fn edge_48_no_finite_score_gives_zeros() {
 }
 
 #[test]
-fn edge_48_scores_of_minus_infinity_are_left_out() {
+fn scores_of_minus_infinity_are_left_out() {
     for kernel in kernels() {
         let mut rig = Rig::new(Params { format: FORMATS[0], ..Params::default() });
         // All of the first split, and every third key after it.
@@ -57,7 +57,7 @@ fn edge_48_scores_of_minus_infinity_are_left_out() {
 }
 
 #[test]
-fn edge_48_a_nan_query_spoils_its_own_row_only() {
+fn a_nan_query_spoils_its_own_row_only() {
     for (kernel, format) in
         all_kernels().into_iter().flat_map(|kernel| FORMATS.map(|format| (kernel, format)))
     {
@@ -93,7 +93,7 @@ fn edge_48_a_nan_query_spoils_its_own_row_only() {
 }
 
 #[test]
-fn edge_48_a_nan_value_spoils_the_rows_that_see_it_only() {
+fn a_nan_value_spoils_the_rows_that_see_it_only() {
     // A token of NaN and infinity in the middle of rows that are computed together.
     let spoilt = |what, key, position, i| match (what, position) {
         (1, 590) => f32::NAN,
@@ -126,7 +126,7 @@ fn edge_48_a_nan_value_spoils_the_rows_that_see_it_only() {
 }
 
 #[test]
-fn edge_48_int8_counts_what_it_met() {
+fn edge_47_int8_counts_what_it_met() {
     let mut rig = Rig::new(Params { format: FORMATS[5], ..Params::default() });
     rig.values = |what, _, position, i| match (what, position, i) {
         (0, 3, 5) => f32::NAN,
@@ -165,7 +165,7 @@ fn stored(format: (Format, Option<ScaleKind>), tensor: TensorRef<'_>) -> (Vec<u8
 }
 
 #[test]
-fn edge_49_what_has_the_stored_type_is_stored_verbatim() {
+fn what_has_the_stored_type_is_stored_verbatim() {
     let halves: Vec<f16> =
         [0x7E01, 0xFC00, 0x0001, 0x8000, 0x7C01, 0x3C00, 0xFFFF, 0x03FF].map(f16::from_bits).into();
     let (k, v) = stored(FORMATS[1], TensorRef::F16(&halves));
