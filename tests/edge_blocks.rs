@@ -122,6 +122,42 @@ fn edge_05_a_failed_allocation_leaves_the_free_list_in_order() {
     assert_eq!(cache.free_blocks(GroupIdx(0)).expect("paged"), before);
 }
 
+/// What is refused while a step is open ends the step, and leaves what there was before it.
+#[test]
+fn edge_05_a_refusal_beside_an_open_step_takes_nothing() {
+    let calls: [fn(&mut Cache, SeqHandle) -> Result<(), CacheError>; 6] = [
+        |cache, _| cache.begin(&[0; 41], BeginOptions::default()).map(|_| ()),
+        |cache, seq| cache.truncate(seq, 40),
+        |cache, seq| cache.reserve(&[(seq, 32)]).map(|_| ()),
+        |cache, seq| cache.reserve(&[(seq, 1), (seq, 1)]).map(|_| ()),
+        |cache, _| {
+            cache
+                .fork(Spec::default().open().begin(&[], BeginOptions::default())?.sequence)
+                .map(|_| ())
+        },
+        |cache, _| cache.reset(),
+    ];
+    let spec = Spec {
+        capacity: Capacity::Blocks(5),
+        admission: Admission::MaxUtilization,
+        max_seq_len: 40,
+        ..Spec::default()
+    };
+    let mut cache = spec.open();
+    let (a, b) = (begin(&mut cache, 0), begin(&mut cache, 0));
+    empty_step(&mut cache, &[(a, 9), (b, 9)]).expect("four blocks");
+    let (before, free) = (cache.state_digest(), cache.free_blocks(GroupIdx(0)).expect("paged"));
+    for call in calls {
+        let step = cache.reserve(&[(a, 8)]).expect("the fifth block").detach();
+        let error = call(&mut cache, b).expect_err("refused");
+        assert!(!cache.has_open_step(), "{error}");
+        assert!(matches!(cache.resume(step), Err(CacheError::StaleStep { .. })), "{error}");
+        assert_eq!(cache.state_digest(), before, "{error}");
+        assert_eq!(cache.free_blocks(GroupIdx(0)).expect("paged"), free, "{error}");
+        cache.check_invariants().expect("invariants");
+    }
+}
+
 #[test]
 fn edge_06_smallest_pools() {
     // One block.
@@ -205,6 +241,42 @@ fn edge_08_abort_in_every_state_frees_exactly_once() {
                 (stats.held_bytes, stats.promised_bytes, stats.used_bytes),
                 (empty.held_bytes, empty.promised_bytes, empty.used_bytes)
             );
+        }
+    }
+}
+
+/// Released in the middle of a step that was put aside, copied on write and appended in part: the
+/// step ends, and what it had goes back once.
+#[test]
+fn edge_08_a_release_within_an_open_step_frees_exactly_once() {
+    for mode in MODES {
+        for admission in [Admission::Guaranteed, Admission::MaxUtilization] {
+            let spec = Spec { admission, windows: vec![6, 0, 0], ..Spec::mode(mode) };
+            let mut cache = spec.open();
+            let a = begin(&mut cache, 20);
+            append_step(&mut cache, &[(a, 5)], &[1, 2, 3, 4, 5]).expect("fits");
+            let forks = [a, a].map(|seq| cache.fork(seq).expect("fits"));
+            let just_begun = begin(&mut cache, 20);
+            let mut alive = vec![forks[0], just_begun, a, forks[1]];
+            while let Some(gone) = alive.first().copied() {
+                let batch: Vec<_> = alive.iter().map(|seq| (*seq, 2)).collect();
+                let mut step = cache.reserve(&batch).expect("fits");
+                let junk = vec![f32::NAN; step.num_tokens() * 8];
+                step.append(LayerIdx(1), (&junk[..]).into(), (&junk[..]).into()).expect("fits");
+                let step = step.detach();
+                cache.release(gone).expect("alive");
+                cache.check_invariants().expect("invariants");
+                alive.remove(0);
+                assert!(matches!(cache.resume(step), Err(CacheError::StaleStep { .. })));
+                let error = assert_refused(&mut cache, |cache| cache.release(gone));
+                assert!(matches!(error, CacheError::StaleHandle { .. }));
+                for seq in alive.iter().filter(|seq| **seq != just_begun) {
+                    check_contents(&cache, *seq, &[1, 2, 3, 4, 5]);
+                }
+            }
+            let stats = cache.stats();
+            assert_eq!((stats.seqs, stats.held_bytes.0, stats.promised_bytes.0), (0, 0, 0));
+            assert_eq!(stats.used_bytes.0, 0);
         }
     }
 }

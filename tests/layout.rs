@@ -4,7 +4,9 @@
 //! DESIGN and `plan/layout.rs` say that things lie; no product of strides appears here.
 
 use kvpool::config::{CacheMode, Capacity, Format, ScaleKind};
-use kvpool::plan::{Addressing, GroupKind, GroupLayout, Kv, LayerGroup, Plan, SeqView};
+use kvpool::plan::{
+    Addressing, GroupKind, GroupLayout, Kv, LayerGroup, Plan, SCALE_BYTES, SeqView,
+};
 use kvpool::units::LayerIdx;
 
 use crate::common::{FORMATS, MODES, Rng, Spec};
@@ -179,24 +181,26 @@ fn edge_44_positions_lead_to_places_in_every_kind_of_group() {
 
 #[test]
 fn edge_45_offsets_past_four_gibibytes() {
-    // 70B geometry on a large card: 80 layers of 8 heads, 300,000 blocks, 1.5 TiB.
+    // 70B geometry on a large card: 80 layers of 8 heads, 300,000 blocks, 0.75 to 3 TiB.
     let spec = Spec {
         windows: vec![0; 80],
         num_q_heads: 64,
         num_kv_heads: 8,
         head_dim: 128,
         tokens_per_block: 16,
-        format: Format::F16,
         max_seqs: 64,
         max_seq_len: 1 << 17,
         capacity: Capacity::Blocks(300_000),
         ..Spec::default()
     };
     let mut rng = Rng(5);
-    for mode in [CacheMode::Paged, CacheMode::Contiguous] {
+    for (mode, (format, scale)) in [CacheMode::Paged, CacheMode::Contiguous]
+        .into_iter()
+        .flat_map(|mode| FORMATS.map(|format| (mode, format)))
+    {
         let capacity = if mode == CacheMode::Paged { spec.capacity } else { Capacity::WorstCase };
-        let plan = Spec { mode, capacity, ..spec.clone() }.plan();
-        assert!(plan.pool_bytes.0 > 1 << 40, "{}", plan.pool_bytes);
+        let plan = Spec { mode, capacity, format, scale, ..spec.clone() }.plan();
+        assert!(plan.pool_bytes.0 > 1 << 39, "{}", plan.pool_bytes);
         let layout = &plan.groups[0].layout;
         let mut beyond = 0;
         for _ in 0..10_000 {
@@ -205,14 +209,20 @@ fn edge_45_offsets_past_four_gibibytes() {
             beyond += u64::from(layout.unit(unit) > u64::from(u32::MAX));
         }
         assert!(beyond > 9_000, "the walk must reach past 4 GiB");
-        let last = layout.row(layout.units - 1, 79, Kv::V, 7, layout.unit_tokens - 1);
-        let end = last + layout.row_bytes() + layout.unit_padding_bytes;
+        let (unit, token) = (layout.units - 1, layout.unit_tokens - 1);
+        let last = if layout.scales_per_row == 0 {
+            layout.row(unit, 79, Kv::V, 7, token) + layout.row_bytes()
+        } else {
+            layout.scales(unit, 79, Kv::V, 7, token)
+                + u64::from(layout.scales_per_row * SCALE_BYTES)
+        };
+        let end = last + layout.unit_padding_bytes;
         assert_eq!(end, plan.pool_bytes.0, "the last vector ends at the end of the pool");
         assert_eq!(plan.groups[0].kind == GroupKind::Paged, mode == CacheMode::Paged);
     }
 }
 
-/// One random address, again in 128-bit arithmetic.
+/// One random address of a vector, and of its scales, again in 128-bit arithmetic.
 fn check_with_128_bits(layout: &GroupLayout, rng: &mut Rng) {
     let pick = |rng: &mut Rng, end: u32| rng.below(end.into()) as u32;
     let unit = pick(rng, layout.units);
@@ -224,8 +234,15 @@ fn check_with_128_bits(layout: &GroupLayout, rng: &mut Rng) {
     let rows_before = ((wide(layer) * 2 + kv as u128) * wide(layout.num_kv_heads) + wide(head))
         * wide(layout.unit_tokens)
         + wide(token);
-    let expected = u128::from(layout.base)
-        + wide(unit) * u128::from(layout.unit_bytes)
-        + rows_before * wide(layout.head_dim) * wide(layout.element_bytes);
-    assert_eq!(u128::from(layout.row(unit, layer, kv, head, token)), expected);
+    let start = u128::from(layout.base) + wide(unit) * u128::from(layout.unit_bytes);
+    let row_bytes = wide(layout.head_dim) * wide(layout.element_bytes);
+    let row = layout.row(unit, layer, kv, head, token);
+    assert_eq!(u128::from(row), start + rows_before * row_bytes);
+    if layout.scales_per_row > 0 {
+        let rows =
+            wide(layout.num_layers) * 2 * wide(layout.num_kv_heads) * wide(layout.unit_tokens);
+        let scales_before = rows_before * wide(layout.scales_per_row) * wide(SCALE_BYTES);
+        let scales = layout.scales(unit, layer, kv, head, token);
+        assert_eq!(u128::from(scales), start + rows * row_bytes + scales_before);
+    }
 }

@@ -20,6 +20,7 @@ mod cuda;
 mod edge_admission;
 mod edge_blocks;
 mod edge_cases;
+mod edge_windows;
 mod faults;
 
 mod int8;

@@ -131,7 +131,7 @@ fn a_context_that_broke_is_told_until_the_cache_is_closed() {
 #[test]
 fn edge_45_offsets_past_four_gibibytes_on_the_device() {
     let memory = [("KVPOOL_EMU_DEVICE_MEMORY", "8GiB")];
-    again(&["cuda::edges::edge_45", "--ignored"], &memory);
+    again(&["cuda::edges::edge_45", "--ignored", "--test-threads=1"], &memory);
 }
 
 #[test]

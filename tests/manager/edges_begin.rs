@@ -130,6 +130,43 @@ fn edge_15_the_estimate_is_what_happens_for_reused_prompts() {
     }
 }
 
+/// The same with windowed layers, alone and beside others. In blocks of each group.
+#[test]
+fn edge_15_the_estimate_is_what_happens_for_reused_prompts_with_windows() {
+    let mut hits = 0;
+    for windows in [vec![9, 9], vec![0, 9], vec![17, 0, 9]] {
+        for len in 1..=33 {
+            let spec = Spec { windows: windows.clone(), max_step_tokens: Some(9), ..paged(64) };
+            let mut rig = Rig::new(&spec);
+            let prompt = tokens(0, len);
+            for round in 0..4 {
+                let estimate = rig.cache.check_admission(&prompt, &up_to(len)).expect("it fits");
+                let mut line = rig.begin(&prompt, Ns::default(), up_to(len)).expect("it fits");
+                let what = format!("{windows:?} {len}, round {round}");
+                assert_eq!(estimate.cached_len, line.cached_len, "{what}");
+                assert_eq!(estimate.limit, len, "{what}");
+                hits += u32::from(line.cached_len > 0);
+                let counts = |rig: &Rig| -> Vec<u32> {
+                    let groups = 0..rig.cache.plan().groups.len() as u32;
+                    let blocks = |at| rig.cache.group_stats(GroupIdx(at)).expect("exists").blocks;
+                    groups.map(|at| blocks(at).active + blocks(at).promised).collect()
+                };
+                let groups = 0..rig.cache.plan().groups.len() as u32;
+                let planned: Vec<u32> =
+                    groups.map(|at| rig.cache.plan().blocks_for(GroupIdx(at), len)).collect();
+                assert_eq!(counts(&rig), planned, "{what}");
+                let from = line.text.tokens.len();
+                for chunk in prompt[from..].chunks(5) {
+                    rig.feed(&mut [(&mut line, chunk)]).expect("promised");
+                    assert_eq!(counts(&rig), planned, "{what}");
+                }
+                rig.release(&line);
+            }
+        }
+    }
+    assert!(hits > 100, "only {hits} prompts found anything");
+}
+
 #[test]
 fn edge_16_held_plus_promised_never_changes_in_a_decode() {
     let spec = Spec { windows: vec![0, 9], max_rewind_tokens: 5, ..paged(64) };

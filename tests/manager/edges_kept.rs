@@ -8,7 +8,7 @@ use kvpool::error::CacheError;
 use super::driver_step::skip;
 use super::rig::{Rig, paged, tokens, up_to};
 use super::text::Ns;
-use crate::common::Spec;
+use crate::common::{MODES, Spec, assert_refused};
 
 fn null(spec: &Spec) -> Cache {
     let plan = spec.plan();
@@ -34,6 +34,35 @@ fn assert_outlives(rig: &mut Rig, a: &[u32], b: &[u32]) {
     let mut line = rig.begin(&[], Ns::default(), up_to((free + 2) * 8)).expect("fits");
     rig.feed(&mut [(&mut line, &tokens(1000, 1000 + (free + 2) * 8))]).expect("promised");
     assert_eq!((rig.blocks_found(a), rig.blocks_found(b)), (2, 0));
+}
+
+/// Where nothing is shared, a retention is refused and not ignored, whatever it is given to.
+#[test]
+fn edge_64_a_retention_where_nothing_is_reused_is_refused() {
+    for mode in MODES {
+        let mut cache = Spec { prefix_reuse: false, ..Spec::mode(mode) }.open();
+        let seq = cache.begin(&[1, 2, 3], BeginOptions::default()).expect("fits").sequence;
+        let retention = kept(90, None);
+        let options = BeginOptions { retention, ..BeginOptions::default() };
+        let calls: [&dyn Fn(&mut Cache) -> Result<(), CacheError>; 5] = [
+            &|cache| cache.begin(&[1, 2, 3], options).map(|_| ()),
+            &|cache| {
+                let mut out = Vec::with_capacity(2);
+                let wanted = [(&[1, 2][..], BeginOptions::default()), (&[1, 2][..], options)];
+                let refused = cache.begin_batch(&wanted, &mut out);
+                refused.map_err(|refused| {
+                    assert_eq!(refused.index, 1);
+                    refused.source
+                })
+            },
+            &|cache| cache.check_admission(&[1, 2, 3], &options).map(|_| ()),
+            &|cache| cache.can_admit(&[1, 2, 3], &options).map(|_| ()),
+            &|cache| cache.set_retention(seq, retention),
+        ];
+        for call in calls {
+            assert_eq!(assert_refused(&mut cache, call), CacheError::ReuseOff, "{mode:?}");
+        }
+    }
 }
 
 /// A prompt that comes again with the same retention is kept as the first time.

@@ -219,6 +219,41 @@ fn edge_30_an_epoch_makes_old_blocks_unreachable() {
     assert_eq!(rig.found(&tokens(0, 41)), 24);
 }
 
+/// An adapter alone has new weights, and with them another name. The adapter before it is found by
+/// who still names that, and what runs goes on; the model's own and other adapters' are untouched.
+#[test]
+fn edge_30_an_adapter_with_new_weights_is_another_adapter() {
+    let mut rig = Rig::new(&paged(64));
+    let with = |adapter| Ns { adapter, ..Ns::default() };
+    let (before, after, other) = (with(2), with(6), with(4));
+    let prompt = tokens(0, 25);
+    let mut old = rig.begin(&prompt, before, up_to(40)).expect("fits");
+    rig.prefill(&mut old, &prompt);
+    let rest = [rig.run(&prompt), rig.run_in(&prompt, other)];
+    let found =
+        |rig: &Rig, ns: Ns, prompt: &[u32]| rig.cache.probe(prompt, &ns.options()).cached_len;
+    assert_eq!(found(&rig, after, &prompt), 0);
+    let new = rig.run_in(&prompt, after);
+    assert_eq!(new.cached_len, 0);
+    rig.feed(&mut [(&mut old, &tokens(25, 40))]).expect("promised");
+    let forked = rig.fork(&old);
+    assert_eq!(found(&rig, after, &tokens(0, 41)), 24, "the new weights' own");
+    assert_eq!(found(&rig, before, &tokens(0, 41)), 40);
+    for ns in [Ns::default(), other] {
+        assert_eq!(found(&rig, ns, &tokens(0, 41)), 24);
+    }
+    // The epoch of everything ends them all.
+    rig.cache.set_epoch(1).expect("nothing is reserved");
+    rig.epoch = 1;
+    for ns in [Ns::default(), other, before, after] {
+        assert_eq!(found(&rig, ns, &tokens(0, 41)), 0);
+    }
+    for line in rest.iter().chain([&old, &new, &forked]) {
+        rig.check(line);
+        rig.release(line);
+    }
+}
+
 #[test]
 fn edge_33_hit_rates_from_nothing_to_all() {
     let mut rig = Rig::new(&paged(32));
@@ -318,29 +353,82 @@ fn outputs(rig: &mut Rig, prompt: &[u32]) -> (u32, Vec<f32>) {
     (begun.cached_len, last)
 }
 
-/// Layers that see everything have more than those with a window: what all have counts.
+/// Layers that see everything have more than those with a window: what all have counts. How much
+/// that is, of the same prompt time and again, and of another that has its first 20 tokens.
 #[test]
 fn edge_42_later_runs_of_a_prompt_give_the_same_output() {
-    for mode in [CacheMode::Paged, CacheMode::Hybrid, CacheMode::Contiguous] {
-        for windows in [vec![9, 0], vec![9, 17], vec![0, 0], vec![9, 9]] {
-            let capacity = match mode {
-                CacheMode::Contiguous => kvpool::config::Capacity::WorstCase,
-                _ => kvpool::config::Capacity::Blocks(20),
-            };
-            let spec = Spec { mode, windows, capacity, sink_tokens: 0, ..paged(20) };
-            let mut rig = Rig::on(&spec, spec.open());
-            let prompt = tokens(0, 35);
-            let (first, want) = outputs(&mut rig, &prompt);
-            assert_eq!(first, 0);
-            for run in 2..6 {
-                let (cached, got) = outputs(&mut rig, &prompt);
-                println!("{mode:?} {:?}: run {run} found {cached}", spec.windows);
-                assert_same_bits(&got, &want, "a later run");
-                // Others pass through in between and evict some of it.
-                outputs(&mut rig, &tokens(run * 50, run * 50 + 20));
-                let half = [&prompt[..20], &tokens(70, 80)].concat();
-                outputs(&mut rig, &half);
+    use CacheMode::{Contiguous, Hybrid, Paged};
+    // Where every layer has a window, nothing is shared in blocks. Slots keep single tokens, until
+    // another takes them over.
+    for (mode, windows, again, others) in [
+        (Paged, vec![9, 0], [32; 4], 20),
+        (Paged, vec![0, 0], [32; 4], 20),
+        (Paged, vec![9, 17], [0; 4], 0),
+        (Paged, vec![9, 9], [0; 4], 0),
+        (Hybrid, vec![9, 0], [32; 4], 0),
+        (Hybrid, vec![0, 0], [32, 20, 20, 20], 20),
+        (Hybrid, vec![9, 17], [0; 4], 0),
+        (Contiguous, vec![9, 0], [34; 4], 0),
+        (Contiguous, vec![0, 0], [34, 20, 20, 20], 20),
+        (Contiguous, vec![9, 17], [34; 4], 0),
+    ] {
+        let capacity = match mode {
+            Contiguous => kvpool::config::Capacity::WorstCase,
+            _ => kvpool::config::Capacity::Blocks(20),
+        };
+        let spec = Spec { mode, windows, capacity, sink_tokens: 0, ..paged(20) };
+        let what = format!("{mode:?} {:?}", spec.windows);
+        let mut rig = Rig::on(&spec, spec.open());
+        let prompt = tokens(0, 35);
+        let (first, want) = outputs(&mut rig, &prompt);
+        assert_eq!(first, 0);
+        for (run, again) in (2..6).zip(again) {
+            let (cached, got) = outputs(&mut rig, &prompt);
+            assert_eq!(cached, again, "{what}, run {run}");
+            assert_same_bits(&got, &want, "a later run");
+            // Others pass through in between and evict some of it.
+            outputs(&mut rig, &tokens(run * 50, run * 50 + 20));
+            let half = [&prompt[..20], &tokens(70, 80)].concat();
+            let (cached, _) = outputs(&mut rig, &half);
+            if run == 2 {
+                assert_eq!(cached, others, "{what}");
             }
         }
     }
+}
+
+/// Windowed layers have fewer blocks, and what they had of a prompt is evicted while the others
+/// still have all of it. Less is found than those have, it is counted, and the outputs are the same,
+/// four times over.
+#[test]
+fn edge_42_a_beginning_that_windowed_layers_lack() {
+    let mut misses = 0;
+    for fillers in 0..6 {
+        let run = |windows: Vec<u32>| {
+            // Of a windowed layer as many blocks as its sequences hold at once, and no more.
+            let capacity = kvpool::config::Capacity::WorstCase;
+            let spec = Spec { windows, capacity, max_seqs: 3, ..paged(20) };
+            let mut rig = Rig::on(&spec, spec.open());
+            let prompt = tokens(0, 35);
+            let (_, want) = outputs(&mut rig, &prompt);
+            for filler in 1..=fillers {
+                outputs(&mut rig, &tokens(filler * 100, filler * 100 + 30));
+            }
+            let before = rig.cache.stats().window_misses;
+            let mut found = Vec::new();
+            for _ in 0..4 {
+                let (cached, got) = outputs(&mut rig, &prompt);
+                assert_same_bits(&got, &want, "a later run");
+                found.push(cached);
+            }
+            (found, rig.cache.stats().window_misses - before)
+        };
+        let ((full, none), (both, missed)) = (run(vec![0, 0]), run(vec![9, 0]));
+        println!("{fillers}: {full:?} {both:?} {missed}");
+        assert_eq!(none, 0);
+        assert!(both[0] <= full[0] && both[1..] == [32; 3]);
+        assert_eq!(missed > 0, both[0] < full[0]);
+        misses += missed;
+    }
+    assert!(misses > 0, "no window was short of anything");
 }
