@@ -443,8 +443,6 @@ fn saves_allocate_what_the_plan_says() {
     println!("saves_allocate_what_the_plan_says ... ok");
 }
 
-/// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs
-/// themselves.
 /// Also a reader for another thread is had without memory.
 fn probers_allocate_nothing() {
     let spec = Spec { windows: vec![12, 0], ..Spec::default() };
@@ -459,6 +457,8 @@ fn probers_allocate_nothing() {
     println!("probers_allocate_nothing ... ok");
 }
 
+/// Host memory of an open cache is the plan's `host_bytes`, up to the few fixed structs
+/// themselves.
 fn bookkeeping_is_what_the_plan_says() {
     for mode in MODES {
         let spec =

@@ -277,6 +277,7 @@ static void sizes_of_options(void) {
 static void sizes_of_saves(void) {
     kvpool_saved_t saved;
     kvpool_restored_t restored;
+    kvpool_begun_t begun;
     kvpool_save_options_t save = KVPOOL_SAVE_OPTIONS_INIT;
     kvpool_restore_options_t restore = KVPOOL_RESTORE_OPTIONS_INIT;
     const size_t sizes[] = {0, sizeof(save) - 1, sizeof(save) + 24, SIZE_MAX};
@@ -285,9 +286,12 @@ static void sizes_of_saves(void) {
         EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_prefixes(cache, "x", &save, KVPOOL_OUT(saved)));
         EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_sequence(cache, seq, "x", &save, KVPOOL_OUT(saved)));
         EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_restore_prefixes(cache, "x", &restore, KVPOOL_OUT(restored)));
+        EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_restore_sequence(cache, "x", &restore, KVPOOL_OUT(begun)));
     }
-    EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_save_prefixes(cache, "x", NULL, &saved, sizeof(saved) - 8));
-    EXPECT(KVPOOL_BAD_SIZE, kvpool_cache_restore_prefixes(cache, "x", NULL, &restored, 0));
+    BAD_SIZES(kvpool_saved_t, kvpool_cache_save_prefixes(cache, "x", NULL, out, out_size));
+    BAD_SIZES(kvpool_saved_t, kvpool_cache_save_sequence(cache, seq, "x", NULL, out, out_size));
+    BAD_SIZES(kvpool_restored_t, kvpool_cache_restore_prefixes(cache, "x", NULL, out, out_size));
+    BAD_SIZES(kvpool_begun_t, kvpool_cache_restore_sequence(cache, "x", NULL, out, out_size));
 }
 
 static void edge_57_pointers_and_sizes(void) {
@@ -352,6 +356,37 @@ static void edge_57_two_pools(void) {
     OK(kvpool_cache_close(b));
 }
 
+/* Where nothing is shared, a retention is refused and not ignored, whatever it is given to. */
+static void edge_64_retention_without_reuse(void) {
+    const char* const modes[] = {"cache.mode=hybrid", "cache.mode=contiguous", "cache.mode=paged"};
+    for (size_t i = 0; i < sizeof(modes) / sizeof(modes[0]); ++i) {
+        const char* const overrides[] = {"cache.prefix_reuse=false", "cache.event_buffer=0", modes[i],
+                                         "cache.hybrid="};
+        const kvpool_cache_t one = check_open(overrides, i == 0 ? 3 : 4);
+        const kvpool_seq_t its = check_begin(one, PROMPT, 9);
+        const kvpool_retention_t retention = {0, KVPOOL_TO_END, 90, 0, KVPOOL_FOREVER};
+        kvpool_begin_options_t options = KVPOOL_BEGIN_OPTIONS_INIT;
+        options.retentions = &retention;
+        options.num_retentions = 1;
+        const kvpool_begin_item_t item = {PROMPT, 9, &options};
+        kvpool_begun_t begun;
+        kvpool_estimate_t estimate;
+        kvpool_reservation_t place;
+        const uint64_t before = check_digest(one);
+        EXPECT(KVPOOL_REUSE_OFF, kvpool_cache_begin(one, PROMPT, 9, &options, KVPOOL_OUT(begun)));
+        EXPECT(KVPOOL_REUSE_OFF, kvpool_cache_begin_batch(one, &item, 1, KVPOOL_OUT(begun)));
+        EXPECT(KVPOOL_REUSE_OFF,
+               kvpool_cache_check_admission(one, PROMPT, 9, &options, KVPOOL_OUT(estimate)));
+        EXPECT(KVPOOL_REUSE_OFF, kvpool_cache_can_admit(one, PROMPT, 9, &options, &place, NULL, 0));
+        EXPECT(KVPOOL_REUSE_OFF, kvpool_cache_set_retention(one, its, &retention, 1));
+        CHECK(check_digest(one) == before);
+        OK(kvpool_cache_check(one));
+        options.num_retentions = 0;
+        OK(kvpool_cache_begin(one, PROMPT, 9, &options, KVPOOL_OUT(begun)));
+        OK(kvpool_cache_close(one));
+    }
+}
+
 static long resident_pages(void) {
     long size = 0, resident = 0;
     FILE* file = fopen("/proc/self/statm", "r");
@@ -383,6 +418,7 @@ int main(int argc, char** argv) {
     edge_57_pointers_and_sizes();
     edge_57_after_the_end();
     edge_57_two_pools();
+    edge_64_retention_without_reuse();
     edge_57_a_thousand_times(argc > 1 ? atol(argv[1]) : 1000);
     printf("ok\n");
     return 0;
