@@ -152,23 +152,22 @@ pub(super) fn exact(seen: &Seen<'_>, losses: &Losses) -> Exact {
         f64::max(max, v.abs() + seen.v_error.get(i).copied().unwrap_or(0.0))
     });
     let tile = tile_error(seen, losses, &weights, total);
-    let (mut out, mut bound) = (Vec::new(), Vec::new());
-    for i in 0..dim {
-        let (mut sum, mut error) = (0.0, tile);
-        for key in 0..keys {
-            let v = at(seen.v, key, i);
-            // A value that nobody weighs is passed over, be it infinite.
-            if weights[key] > 0.0 {
-                sum += p(key) * v;
-                let lost = p(key) * (relative[key] + losses.weight);
-                error += (lost + losses.weight_floor.min(weights[key]) / total) * v.abs();
-                error += p(key) * (1.0 + relative[key]) * at(seen.v_error, key, i);
-            }
+    let (mut out, mut bound) = (vec![0.0; dim], vec![tile; dim]);
+    // A value that nobody weighs is passed over, be it infinite.
+    for key in (0..keys).filter(|key| weights[*key] > 0.0) {
+        let lost = p(key) * (relative[key] + losses.weight)
+            + losses.weight_floor.min(weights[key]) / total;
+        let values = &seen.v[key * dim..][..dim];
+        for (i, ((sum, error), v)) in out.iter_mut().zip(&mut bound).zip(values).enumerate() {
+            *sum += p(key) * v;
+            *error += lost * v.abs();
+            *error += p(key) * (1.0 + relative[key]) * at(seen.v_error, key, i);
         }
-        let numerator = error + sum.abs() * denominator;
+    }
+    for (sum, error) in out.iter().zip(&mut bound) {
+        let numerator = *error + sum.abs() * denominator;
         let far = numerator / (1.0 - denominator).max(0.0) + 2.0 * U * sum.abs();
-        out.push(sum);
-        bound.push((far + losses.tiny * keys as f64).min(2.0 * hull));
+        *error = (far + losses.tiny * keys as f64).min(2.0 * hull);
     }
     let lse = max + total.ln();
     let lse_bound = if denominator < 1.0 {
