@@ -134,7 +134,8 @@ impl Cache {
 
 impl Step<'_> {
     /// Puts the step aside: it stays open, and [`Cache::resume`] takes it up again. Every verb of
-    /// the cache that is not of the step, and changes anything, cancels it.
+    /// the cache that is not of the step, and may change anything, cancels it, also when it is
+    /// refused.
     pub fn detach(mut self) -> StepId {
         self.open = false;
         StepId { cache_id: self.cache.cache_id, name: self.cache.step_name }
