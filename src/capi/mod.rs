@@ -51,6 +51,8 @@ mod tensor;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_panics;
+#[cfg(test)]
 mod tests_waiting;
 mod text;
 mod turns;

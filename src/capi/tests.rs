@@ -13,21 +13,26 @@ const TOML: &str = "model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1,
     limits = { max_seqs = 4, max_seq_len = 64, max_batch_tokens = 64 }\n\
     device = { threads = 1 }";
 
-/// An open cache.
-pub(super) fn open() -> kvpool_cache_t {
+/// A small plan.
+pub(super) fn plan() -> kvpool_plan_t {
     // SAFETY: handles are numbers.
-    let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
-        unsafe { zeroed() };
+    let (mut config, mut plan): (kvpool_config_t, kvpool_plan_t) = unsafe { zeroed() };
     let (text, name) = (TOML.as_ptr().cast(), c"test".as_ptr());
     // SAFETY: a text and its length, a C string, no overrides, a place.
     let status = unsafe { kvpool_config_parse(text, TOML.len(), name, null(), 0, &raw mut config) };
     assert_eq!(status, KVPOOL_OK);
     // SAFETY: a place.
     assert_eq!(unsafe { kvpool_plan_new(config, &raw mut plan) }, KVPOOL_OK);
+    assert_eq!(kvpool_config_destroy(config), KVPOOL_OK);
+    plan
+}
+
+/// An open cache.
+pub(super) fn open() -> kvpool_cache_t {
+    let (plan, mut cache) = (plan(), kvpool_cache_t { word: [0, 0] });
     // SAFETY: a place.
     assert_eq!(unsafe { kvpool_cache_open(plan, &raw mut cache) }, KVPOOL_OK);
     assert_eq!(kvpool_plan_destroy(plan), KVPOOL_OK);
-    assert_eq!(kvpool_config_destroy(config), KVPOOL_OK);
     cache
 }
 
@@ -147,8 +152,8 @@ unsafe extern "C" fn hold(context: *mut c_void, _event: *const kvpool_event_t) {
     held.tried.wait();
 }
 
-/// Edge 59: a second thread's verb is refused while the first one's is under way, and so is closing;
-/// what is allowed beside it works.
+/// Edge 59: a second thread's verb is refused while the first one's is under way, and so is
+/// closing; what is allowed beside it works.
 #[test]
 fn edge_59_a_second_threads_verb_is_busy_and_a_probe_is_not() {
     let cache = open();
