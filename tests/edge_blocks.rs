@@ -125,7 +125,8 @@ fn edge_05_a_failed_allocation_leaves_the_free_list_in_order() {
 /// What is refused while a step is open ends the step, and leaves what there was before it.
 #[test]
 fn edge_05_a_refusal_beside_an_open_step_takes_nothing() {
-    let calls: [fn(&mut Cache, SeqHandle) -> Result<(), CacheError>; 6] = [
+    type Call = fn(&mut Cache, SeqHandle) -> Result<(), CacheError>;
+    let calls: [Call; 6] = [
         |cache, _| cache.begin(&[0; 41], BeginOptions::default()).map(|_| ()),
         |cache, seq| cache.truncate(seq, 40),
         |cache, seq| cache.reserve(&[(seq, 32)]).map(|_| ()),

@@ -127,11 +127,11 @@ fn walk(file: &Path, path: &str, is_root: bool, found: &mut Vec<Module>) {
             .and_then(|rest| rest.strip_suffix(';'));
         let before: Vec<_> =
             lines[..at].iter().rev().take_while(|line| line.starts_with("#[")).collect();
-        let is_elsewhere = |line: &&&str| {
-            let other = line.starts_with("#[cfg") && **line != "#[cfg(test)]";
+        let is_elsewhere = |line: &&str| {
+            let other = line.starts_with("#[cfg") && *line != "#[cfg(test)]";
             other || line.starts_with("#[path")
         };
-        let Some(name) = name.filter(|_| !before.iter().any(|line| is_elsewhere(&line))) else {
+        let Some(name) = name.filter(|_| !before.iter().any(|line| is_elsewhere(line))) else {
             continue;
         };
         let file = folder.join(name).with_extension("rs");
@@ -157,7 +157,7 @@ fn is_started(function: &Function, path: &str, by_name: &BTreeMap<String, Functi
     let texts = quoted(&starter.body);
     let skips = |text: &&str| text.strip_prefix("--skip=").is_some_and(|part| path.contains(part));
     runs && texts.iter().any(|text| path.starts_with(text) && text.contains("::"))
-        && !texts.iter().any(|text| skips(text))
+        && !texts.iter().any(skips)
 }
 
 /// The names of the tests in a program that is made of these modules.

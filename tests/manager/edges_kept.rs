@@ -44,7 +44,8 @@ fn edge_64_a_retention_where_nothing_is_reused_is_refused() {
         let seq = cache.begin(&[1, 2, 3], BeginOptions::default()).expect("fits").sequence;
         let retention = kept(90, None);
         let options = BeginOptions { retention, ..BeginOptions::default() };
-        let calls: [&dyn Fn(&mut Cache) -> Result<(), CacheError>; 5] = [
+        type Call<'a> = &'a dyn Fn(&mut Cache) -> Result<(), CacheError>;
+        let calls: [Call<'_>; 5] = [
             &|cache| cache.begin(&[1, 2, 3], options).map(|_| ()),
             &|cache| {
                 let mut out = Vec::with_capacity(2);
