@@ -20,6 +20,15 @@ double now_ms() {
     return static_cast<double>(t.tv_sec) * 1e3 + static_cast<double>(t.tv_nsec) * 1e-6;
 }
 
+// Entry points whose callers can do nothing about a failure. Names without "_v2".
+bool gives_back(const std::string& call) {
+    for (const char* name : {"cuCtxPopCurrent", "cuDevicePrimaryCtxRelease", "cuEventDestroy",
+                             "cuMemFree", "cuMemFreeHost", "cuModuleUnload", "cuStreamDestroy"}) {
+        if (call == name) return true;
+    }
+    return false;
+}
+
 uint64_t number_of(const char* name, uint64_t otherwise) {
     const char* text = getenv(name);
     return text != nullptr && *text != '\0' ? strtoull(text, nullptr, 10) : otherwise;
@@ -86,16 +95,23 @@ CUresult Driver::initialise() {
     return SUCCESS;
 }
 
-CUresult Driver::planned_failure(const char* call) {
+CUresult Driver::planned_failure(const char* call, bool is_kernel) {
     // "cuMemAlloc" means cuMemAlloc_v2 as well.
     std::string plain = call;
     if (plain.size() > 3 && plain.compare(plain.size() - 3, 3, "_v2") == 0)
         plain.resize(plain.size() - 3);
+    const bool of_any = !is_kernel && !gives_back(plain);
     CUresult code = SUCCESS;
     for (PlannedFailure& failure : failures) {
-        if (failure.turn == 0 || (failure.call != call && failure.call != plain)) continue;
+        const bool meant =
+            failure.call == call || failure.call == plain || (of_any && failure.call == "*");
+        if (failure.turn == 0 || !meant) continue;
         failure.turn -= 1;
         if (failure.turn == 0 && code == SUCCESS) code = failure.code;
+    }
+    if (code != SUCCESS) {
+        counters.failures += 1;
+        last_failure = call;
     }
     return code;
 }
@@ -260,7 +276,7 @@ void Driver::run_launch(Operation& operation) {
     launch.params = operation.params.data();
     launch_number_ += 1;
     launch.seed = settings.seed == 0 ? 0 : settings.seed * 0x9E3779B97F4A7C15ull + launch_number_;
-    const CUresult planned = planned_failure(launch.kernel->name);
+    const CUresult planned = planned_failure(launch.kernel->name, true);
     if (planned != SUCCESS) {
         break_context(planned, text_of("%s: fails as planned", launch.kernel->name));
         return;
@@ -326,6 +342,7 @@ void Driver::destroy_context() {
 void Driver::reset_counters() {
     counters = Counters{};
     traffic.clear();
+    calls.clear();
 }
 
 }  // namespace kvpool::emu

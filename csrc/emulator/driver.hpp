@@ -116,7 +116,7 @@ struct Function {
 struct Context {};
 
 // The `turn`-th call from now of entry point `call`, or the `turn`-th run of kernel `call`, gives
-// `code`.
+// `code`. `*` stands for every entry point but those that give something back.
 struct PlannedFailure {
     std::string call;
     uint64_t turn = 0;
@@ -140,6 +140,8 @@ struct Counters {
     uint64_t events = 0;
     uint64_t streams = 0;
     uint64_t graph_launches = 0;
+    // Planned failures that were given.
+    uint64_t failures = 0;
 };
 
 class Driver {
@@ -172,10 +174,14 @@ public:
     Counters counters;
     std::map<std::string, Traffic> traffic;
     std::vector<PlannedFailure> failures;
+    // The call or kernel to which the last planned failure was given.
+    std::string last_failure;
+    // How often each entry point was called, whether it failed or not.
+    std::map<std::string, uint64_t> calls;
 
     CUresult initialise();
-    // The code planned for this call, or SUCCESS.
-    CUresult planned_failure(const char* call);
+    // The code planned for this call, or this run of a kernel, or SUCCESS.
+    CUresult planned_failure(const char* call, bool is_kernel);
     // "call:n:code", several with commas; false when it is not that.
     bool plan_failures(const char* text);
 

@@ -53,11 +53,13 @@ KV_EXTRA uint64_t kvpool_emu_counter(const char* name) {
         {"events", c.events},
         {"streams", c.streams},
         {"graph_launches", c.graph_launches},
+        {"failures", c.failures},
         {"live_bytes", sum_of_sizes(driver.allocations)},
         {"live_allocations", driver.allocations.size()},
         {"live_modules", driver.modules.size()},
         {"live_events", driver.events.size()},
         {"live_streams", driver.streams.size()},
+        {"live_contexts", driver.context_users},
         {"live_host_bytes", live_host_bytes},
         {"live_host_allocations", driver.host_allocations.size()},
         {"pending", pending(driver)},
@@ -97,6 +99,13 @@ KV_EXTRA void kvpool_emu_each_kernel(void (*fn)(const char* kernel, void* data),
     for (auto& one : driver.traffic) fn(one.first.c_str(), data);
 }
 
+KV_EXTRA void kvpool_emu_each_call(void (*fn)(const char* call, uint64_t count, void* data),
+                                   void* data) {
+    Driver& driver = Driver::get();
+    std::lock_guard<std::recursive_mutex> guard(driver.lock);
+    for (auto& one : driver.calls) fn(one.first.c_str(), one.second, data);
+}
+
 KV_EXTRA void kvpool_emu_reset_counters(void) {
     Driver& driver = Driver::get();
     std::lock_guard<std::recursive_mutex> guard(driver.lock);
@@ -112,6 +121,12 @@ KV_EXTRA int kvpool_emu_fail(const char* plan) {
         return 1;
     }
     return driver.plan_failures(plan) ? 1 : 0;
+}
+
+KV_EXTRA const char* kvpool_emu_last_failure(void) {
+    Driver& driver = Driver::get();
+    std::lock_guard<std::recursive_mutex> guard(driver.lock);
+    return driver.last_failure.c_str();
 }
 
 KV_EXTRA void kvpool_emu_set_seed(uint64_t seed) {

@@ -1,6 +1,7 @@
 //! The few calls of the driver that the tests make themselves, and the emulator's counters.
 
-use std::ffi::{CString, c_char};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char, c_void};
 
 use cudarc::driver::sys;
 use kvpool::device::{DType, DeviceTensor};
@@ -145,6 +146,52 @@ pub(crate) fn reset_counters() {
     let function: unsafe extern "C" fn() = unsafe { emulator("kvpool_emu_reset_counters") };
     // SAFETY: nothing to keep.
     unsafe { function() };
+}
+
+/// What is given back, and is not yet: memory, the host's too, modules, events, streams, and holds on
+/// the context.
+pub(crate) fn live() -> [u64; 8] {
+    [
+        "live_bytes",
+        "live_allocations",
+        "live_host_bytes",
+        "live_host_allocations",
+        "live_modules",
+        "live_events",
+        "live_streams",
+        "live_contexts",
+    ]
+    .map(counter)
+}
+
+/// The entry points that were called since the counters were reset, and how often each.
+pub(crate) fn calls() -> BTreeMap<String, u64> {
+    unsafe extern "C" fn note(call: *const c_char, count: u64, calls: *mut c_void) {
+        // SAFETY: the map below.
+        let calls = unsafe { &mut *calls.cast::<BTreeMap<String, u64>>() };
+        // SAFETY: a text with an end.
+        let call = unsafe { CStr::from_ptr(call) };
+        calls.insert(call.to_str().unwrap().to_owned(), count);
+    }
+    type Note = unsafe extern "C" fn(*const c_char, u64, *mut c_void);
+    let mut calls = BTreeMap::new();
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(Note, *mut c_void) =
+        unsafe { emulator("kvpool_emu_each_call") };
+    // SAFETY: it calls `note` with the map, and keeps neither.
+    unsafe { function(note, (&raw mut calls).cast()) };
+    calls
+}
+
+/// The call, or kernel, that failed as planned last.
+pub(crate) fn last_failure() -> String {
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn() -> *const c_char =
+        unsafe { emulator("kvpool_emu_last_failure") };
+    // SAFETY: nothing to keep.
+    let call = unsafe { function() };
+    // SAFETY: a text with an end, which is there until the next call.
+    unsafe { CStr::from_ptr(call) }.to_str().unwrap().to_owned()
 }
 
 /// Makes calls fail, as `call:n:code`; `None` forgets it.

@@ -1,6 +1,7 @@
 // The driver's stand-in: what it refuses, what it counts, and that work is done late.
 #include <string.h>
 
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -366,6 +367,29 @@ TEST(driver_fails_as_planned) {
     }
     Session session;
     CHECK_EQ(cuCtxSynchronize(), 0);
+}
+
+TEST(driver_fails_at_any_call_but_those_that_give_back) {
+    Session session;
+    kvpool_emu_reset_counters();
+    CHECK_EQ(kvpool_emu_fail("*:2:701"), 1);
+    const CUdeviceptr a = session.words(1);
+    CHECK_EQ(cuMemFree_v2(a), 0);
+    CHECK_EQ(kvpool_emu_counter("failures"), 0u);
+    CHECK_EQ(cuCtxSynchronize(), emu::LAUNCH_OUT_OF_RESOURCES);
+    CHECK_EQ(kvpool_emu_counter("failures"), 1u);
+    CHECK_TEXT(kvpool_emu_last_failure(), "cuCtxSynchronize");
+    CHECK_EQ(cuCtxSynchronize(), 0);
+    kvpool_emu_fail(nullptr);
+    std::map<std::string, uint64_t> calls;
+    kvpool_emu_each_call(
+        [](const char* call, uint64_t count, void* data) {
+            (*static_cast<std::map<std::string, uint64_t>*>(data))[call] = count;
+        },
+        &calls);
+    CHECK_EQ(calls["cuMemAlloc_v2"], 1u);
+    CHECK_EQ(calls["cuMemFree_v2"], 1u);
+    CHECK_EQ(calls["cuCtxSynchronize"], 2u);
 }
 
 TEST(driver_gives_everything_back_with_the_context) {
