@@ -1,4 +1,4 @@
-//! The files of saves: damaged ones, and writers that end in the middle.
+//! The files of saves: forged ones, and writers that end in the middle.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,12 +9,12 @@ use kvpool::error::SaveError;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::rig::{Rig, paged, tokens, up_to};
-use super::saved::{Folder, refused, restore, rig, run, save, windowed};
+use super::saved::{Folder, restore, rig, run, save, windowed};
 use super::text::Ns;
 use crate::common::{Rng, Spec};
 
 /// A small cache with chains, forks of them, salts and windows.
-fn some(mode: CacheMode) -> Rig {
+pub(super) fn some(mode: CacheMode) -> Rig {
     let mut rig = rig(&windowed(mode));
     rig.pass(&tokens(0, 25));
     rig.pass(&[tokens(0, 8), tokens(70, 87)].concat());
@@ -24,7 +24,7 @@ fn some(mode: CacheMode) -> Rig {
 }
 
 /// Where the records of a file begin, the header first, and its end.
-fn records(bytes: &[u8]) -> Vec<usize> {
+pub(super) fn records(bytes: &[u8]) -> Vec<usize> {
     let number = |at: usize, len: usize| {
         bytes[at..at + len].iter().rev().fold(0_usize, |all, byte| all << 8 | usize::from(*byte))
     };
@@ -37,73 +37,11 @@ fn records(bytes: &[u8]) -> Vec<usize> {
 }
 
 /// Gives the record of a place its checksum again.
-fn mend(bytes: &mut [u8], starts: &[usize], at: usize) {
+pub(super) fn mend(bytes: &mut [u8], starts: &[usize], at: usize) {
     let record = starts.windows(2).find(|pair| (pair[0]..pair[1]).contains(&at)).expect("inside");
     let (start, end) = (record[0], record[1] - 8);
     let sum = xxh3_64(&bytes[start..end]);
     bytes[end..end + 8].copy_from_slice(&sum.to_le_bytes());
-}
-
-#[test]
-fn edge_54_truncated_at_any_byte() {
-    let folder = Folder::new();
-    let (whole, cut) = (folder.file("whole"), folder.file("cut"));
-    let old = some(CacheMode::Paged);
-    save(&old.cache, &whole);
-    let bytes = std::fs::read(&whole).expect("there");
-    let starts = records(&bytes);
-    let mut new = windowed(CacheMode::Paged).open();
-    // Around each border of records, and here and there.
-    let mut rng = Rng(1);
-    let near =
-        starts.iter().flat_map(|at| [-9_i64, -1, 0, 1, 15, 16, 17].map(|by| *at as i64 + by));
-    let mut lengths: Vec<i64> =
-        near.chain((0..40).map(|_| rng.below(bytes.len() as u64) as i64)).collect();
-    lengths.retain(|len| (0..bytes.len() as i64).contains(len));
-    for len in lengths {
-        std::fs::write(&cut, &bytes[..len as usize]).expect("written");
-        let error = refused(&mut new, &cut);
-        assert!(
-            matches!(error, SaveError::Truncated { at, .. } if at == len as u64),
-            "{len}: {error}"
-        );
-        assert!(error.to_string().contains("cut off"), "{error}");
-    }
-    std::fs::write(&cut, [&bytes[..], &[0]].concat()).expect("written");
-    let error = refused(&mut new, &cut);
-    assert!(matches!(error, SaveError::Damaged { problem: "bytes behind the end", .. }), "{error}");
-    restore(&mut new, &whole);
-}
-
-#[test]
-fn edge_54_any_bit_flipped() {
-    let folder = Folder::new();
-    let (whole, bad) = (folder.file("whole"), folder.file("bad"));
-    let old = some(CacheMode::Paged);
-    save(&old.cache, &whole);
-    let bytes = std::fs::read(&whole).expect("there");
-    let starts = records(&bytes);
-    let mut new = windowed(CacheMode::Paged).open();
-    let mut rng = Rng(2);
-    // Every bit of the header and of the frames, and some of the rest.
-    let mut bits: Vec<usize> = (0..starts[1] * 8).collect();
-    bits.extend(starts[1..starts.len() - 1].iter().flat_map(|at| at * 8..at * 8 + 128));
-    bits.extend((0..500).map(|_| rng.below(bytes.len() as u64 * 8) as usize));
-    for bit in bits {
-        let mut changed = bytes.clone();
-        changed[bit / 8] ^= 1 << (bit % 8);
-        std::fs::write(&bad, &changed).expect("written");
-        let error = refused(&mut new, &bad);
-        let named = match error {
-            SaveError::NotASave => bit < 64,
-            SaveError::OtherVersion { .. } => (64..96).contains(&bit),
-            SaveError::Damaged { at, .. } => starts.contains(&(at as usize)),
-            SaveError::Truncated { .. } => true,
-            _ => false,
-        };
-        assert!(named, "bit {bit}: {error}");
-    }
-    restore(&mut new, &whole);
 }
 
 /// Numbers that no save has, under checksums that are right: refused or taken, but the cache is as
