@@ -79,6 +79,22 @@ pub(crate) fn enter() {
     assert_eq!(pushed, sys::CUresult::CUDA_SUCCESS);
 }
 
+/// Undoes [`enter`].
+pub(crate) fn forget() {
+    leave();
+    // SAFETY: `enter` has retained it.
+    let released = unsafe { sys::cuDevicePrimaryCtxRelease_v2(0) };
+    assert_eq!(released, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// Takes the context off that was made current last on this thread.
+pub(crate) fn leave() {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: a place for a handle.
+    let popped = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
+    assert_eq!(popped, sys::CUresult::CUDA_SUCCESS);
+}
+
 /// The context that is current on this thread; 0 where none is.
 pub(crate) fn current_context() -> usize {
     let mut context = std::ptr::null_mut();
@@ -181,6 +197,25 @@ pub(crate) fn calls() -> BTreeMap<String, u64> {
     // SAFETY: it calls `note` with the map, and keeps neither.
     unsafe { function(note, (&raw mut calls).cast()) };
     calls
+}
+
+/// The kernels that were launched since the counters were reset.
+pub(crate) fn kernels() -> Vec<String> {
+    unsafe extern "C" fn note(kernel: *const c_char, kernels: *mut c_void) {
+        // SAFETY: the list below.
+        let kernels = unsafe { &mut *kernels.cast::<Vec<String>>() };
+        // SAFETY: a text with an end.
+        let kernel = unsafe { CStr::from_ptr(kernel) };
+        kernels.push(kernel.to_str().unwrap().to_owned());
+    }
+    type Note = unsafe extern "C" fn(*const c_char, *mut c_void);
+    let mut kernels = Vec::new();
+    // SAFETY: its type.
+    let function: unsafe extern "C" fn(Note, *mut c_void) =
+        unsafe { emulator("kvpool_emu_each_kernel") };
+    // SAFETY: it calls `note` with the list, and keeps neither.
+    unsafe { function(note, (&raw mut kernels).cast()) };
+    kernels
 }
 
 /// The call, or kernel, that failed as planned last.
