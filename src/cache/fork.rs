@@ -58,10 +58,22 @@ impl Cache {
             self.abandon_begun(copy);
             return Err(error);
         }
+        self.note_shared_tails(source);
         self.counters.seqs_begun += 1;
         self.note_peaks();
         self.scrub_freed();
         Ok(copy)
+    }
+
+    /// Notes which last blocks of a sequence are now another's too.
+    fn note_shared_tails(&mut self, source: u32) {
+        let unshared = self.first_unshared(source);
+        for group in 0..self.plan.groups.len() {
+            if self.pool.store(group).is_some() {
+                let state = self.seqs.state_mut(source, group);
+                state.shared_tail |= unshared >= state.next;
+            }
+        }
     }
 
     /// Gives a fresh slot everything that is known of another's tokens.
@@ -122,7 +134,6 @@ impl Cache {
                 self.set_entry(group, target, at, block.map_or(NO_BLOCK, |block| block.0));
             }
         }
-        self.seqs.state_mut(source, group).shared_tail |= unshared >= state.next;
         self.set_tail(group, target, true);
         if let Some(store) = self.pool.store_mut(group) {
             store.promise(state.promised())?;
