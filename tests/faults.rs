@@ -7,12 +7,15 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvpool::cache::{BeginOptions, Cache, SeqHandle};
 use kvpool::config::{CacheMode, DeviceConfig, Format, Scrub};
 use kvpool::device::cpu::CpuDevice;
-use kvpool::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo};
+use kvpool::device::{
+    AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, TensorMut, TensorRef,
+};
 use kvpool::error::{CacheError, DeviceError};
-use kvpool::plan::{GroupLayout, Kv};
+use kvpool::plan::Kv;
 use kvpool::units::LayerIdx;
 
 use crate::common::{FORMATS, MODES, Outputs, Spec, run_step};
+use crate::walk::{Faults, Walk};
 
 /// Small caches in which every verb has something to do for the device.
 pub(crate) fn specs() -> Vec<Spec> {
@@ -139,6 +142,19 @@ fn script_on(cache: &mut Cache, poison: bool) -> Script {
     run
 }
 
+/// How far a call comes that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reached {
+    /// Nothing is done.
+    Start,
+    /// Half of it is.
+    Middle,
+    /// All of it is.
+    End,
+}
+
+pub(crate) const REACHED: [Reached; 3] = [Reached::Start, Reached::Middle, Reached::End];
+
 /// The CPU device, of which one call fails.
 #[derive(Debug)]
 struct Faulty {
@@ -146,15 +162,41 @@ struct Faulty {
     calls: Arc<AtomicU64>,
     /// Which, counted from 1; 0 for none.
     fails: Arc<AtomicU64>,
+    reached: Reached,
+}
+
+const FAILURE: DeviceError = DeviceError::WorkerPanicked;
+
+/// The first half of a tensor's rows.
+fn half(tensor: TensorRef<'_>) -> TensorRef<'_> {
+    let TensorRef::F32(data) = tensor else { panic!("these tests store f32") };
+    TensorRef::F32(&data[..data.len() / 2])
 }
 
 impl Faulty {
-    fn call(&self) -> Result<(), DeviceError> {
+    /// How far the call comes that begins now, if it fails.
+    fn fault(&self) -> Option<Reached> {
         let call = self.calls.fetch_add(1, Relaxed) + 1;
-        if call == self.fails.load(Relaxed) { Err(DeviceError::WorkerPanicked) } else { Ok(()) }
+        (call == self.fails.load(Relaxed)).then_some(self.reached)
+    }
+
+    /// What of `len` bytes is done, and whether the call fails.
+    fn bytes(&self, len: u64) -> (u64, Result<(), DeviceError>) {
+        match self.fault() {
+            None => (len, Ok(())),
+            Some(Reached::Start) => (0, Err(FAILURE)),
+            Some(Reached::Middle) => (len / 2, Err(FAILURE)),
+            Some(Reached::End) => (len, Err(FAILURE)),
+        }
+    }
+
+    /// A call that does nothing here.
+    fn nothing(&self) -> Result<(), DeviceError> {
+        self.bytes(0).1
     }
 }
 
+/// Copies of tokens are made run by run, as the trait has it: they fail between two, or in one.
 impl Device for Faulty {
     fn info(&self) -> DeviceInfo {
         self.inner.info()
@@ -169,52 +211,64 @@ impl Device for Faulty {
     }
 
     fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
-        self.call()?;
-        self.inner.append(args)
+        let fault = self.fault();
+        let rows = args.token_slots.len();
+        if fault == Some(Reached::Middle) && rows.is_multiple_of(2) {
+            let token_slots = &args.token_slots[..rows / 2];
+            let positions = &args.positions[..args.positions.len() / 2];
+            let (k, v) = (half(args.k), half(args.v));
+            self.inner.append(&AppendArgs { token_slots, positions, k, v, ..*args })?;
+        } else if fault != Some(Reached::Start) {
+            let counts = self.inner.append(args)?;
+            return if fault.is_none() { Ok(counts) } else { Err(FAILURE) };
+        }
+        Err(FAILURE)
     }
 
     fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
-        self.call()?;
-        self.inner.attend(args)
+        let fault = self.fault();
+        if fault == Some(Reached::Start) {
+            return Err(FAILURE);
+        }
+        self.inner.attend(args)?;
+        if let (Some(Reached::Middle), TensorMut::F32(out)) = (fault, &mut args.out) {
+            let half = out.len() / 2;
+            out[half..].fill(f32::NAN);
+        }
+        if fault.is_none() { Ok(()) } else { Err(FAILURE) }
     }
 
     fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {
-        self.inner.copy(src, dst, len)
-    }
-
-    fn queue_copy(
-        &mut self,
-        layout: &GroupLayout,
-        src_unit: u32,
-        dst_unit: u32,
-        tokens: std::ops::Range<u32>,
-    ) -> Result<u64, DeviceError> {
-        self.call()?;
-        self.inner.copy_tokens(layout, src_unit, dst_unit, tokens)
+        let (done, result) = self.bytes(len);
+        self.inner.copy(src, dst, done)?;
+        result
     }
 
     fn submit(&mut self) -> Result<(), DeviceError> {
-        self.call()
+        self.nothing()
     }
 
     fn synchronize(&mut self) -> Result<AppendCounts, DeviceError> {
-        self.call()?;
+        self.nothing()?;
         Ok(AppendCounts::default())
     }
 
     fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
-        self.call()?;
-        self.inner.fill(offset, len, byte)
+        let (done, result) = self.bytes(len);
+        self.inner.fill(offset, done, byte)?;
+        result
     }
 
     fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.call()?;
-        self.inner.write(offset, bytes)
+        let (done, result) = self.bytes(bytes.len() as u64);
+        self.inner.write(offset, &bytes[..done as usize])?;
+        result
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
-        self.call()?;
-        self.inner.read(offset, out)
+        let (done, result) = self.bytes(out.len() as u64);
+        self.inner.read(offset, &mut out[..done as usize])?;
+        result
     }
 }
 
@@ -242,20 +296,40 @@ impl Failing {
     }
 }
 
+impl Faults for Failing {
+    fn arm(&mut self, nth: u64) {
+        self.fail_after(nth);
+    }
+
+    fn disarm(&mut self) -> Option<String> {
+        let failed = self.has_failed();
+        self.never();
+        failed.then(|| "a call of the device".to_owned())
+    }
+
+    fn is_thorough(&self) -> bool {
+        true
+    }
+
+    fn is_told(&self, _: &str, error: DeviceError) -> bool {
+        error == FAILURE
+    }
+}
+
 /// A cache on a device that fails when it is told to.
-pub(crate) fn faulty(spec: &Spec) -> (Cache, Failing) {
+pub(crate) fn faulty(spec: &Spec, reached: Reached) -> (Cache, Failing) {
     let plan = spec.plan();
     let config = DeviceConfig { threads: 1, ..DeviceConfig::default() };
     let inner = CpuDevice::open(&plan, &config, None).expect("opens");
     let failing = Failing::default();
     let (calls, fails) = (Arc::clone(&failing.calls), Arc::clone(&failing.fails));
-    let device = Faulty { inner, calls, fails };
+    let device = Faulty { inner, calls, fails, reached };
     (Cache::open(plan, Box::new(device)).expect("opens"), failing)
 }
 
 /// Runs the script with a failure of the n-th call; gives how many calls there were, too.
-fn with_failure(spec: &Spec, fails: u64) -> (Script, u64, Cache) {
-    let (mut cache, failing) = faulty(spec);
+fn with_failure(spec: &Spec, fails: u64, reached: Reached) -> (Script, u64, Cache) {
+    let (mut cache, failing) = faulty(spec, reached);
     if fails > 0 {
         failing.fail_after(fails);
     }
@@ -293,18 +367,40 @@ fn edge_43_nan_shows_on_no_path() {
 #[test]
 fn every_call_of_the_device_may_fail_once() {
     for spec in specs() {
-        let (good, calls, _) = with_failure(&spec, 0);
+        let (good, calls, _) = with_failure(&spec, 0, Reached::Start);
         assert!(good.failures.is_empty() && calls > 80, "{calls} calls");
-        let mut told = 0;
-        for fails in 1..=calls {
-            let (run, _, cache) = with_failure(&spec, fails);
-            assert!(run.bits == good.bits, "{spec:?}: after call {fails} of {calls} failed");
-            let stats = cache.stats();
-            // Zeroing that fails is told by a counter, and done again when it matters.
-            let said = run.failures.len() as u64 + stats.scrub_failures;
-            assert!(said >= 1, "{spec:?}: nothing was said of call {fails}");
-            told += run.failures.len() as u64;
+        for reached in REACHED {
+            let mut told = 0;
+            for fails in 1..=calls {
+                let (run, _, cache) = with_failure(&spec, fails, reached);
+                let what = format!("{spec:?}: call {fails} of {calls}, {reached:?}");
+                assert!(run.bits == good.bits, "{what}: another result");
+                let stats = cache.stats();
+                // Zeroing that fails is told by a counter, and done again when it matters.
+                let said = run.failures.len() as u64 + stats.scrub_failures;
+                assert!(said >= 1, "{what}: nothing was said");
+                told += run.failures.len() as u64;
+            }
+            assert!(told > calls / 3, "{told} of {calls} failures came to the caller");
         }
-        assert!(told > calls / 3, "{told} of {calls} failures came to the caller");
+    }
+}
+
+/// As above, one cache for all failures, and what each leaves compared with what was there before.
+#[test]
+fn what_fails_leaves_everything_as_it_was() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for spec in specs() {
+        let spec = Spec { scrub: Scrub::Off, ..spec };
+        let mut good = Walk::new(None);
+        good.verbs_of_the_host(&mut faulty(&spec, Reached::Start).0, folder.path());
+        for reached in REACHED {
+            let (mut cache, mut failing) = faulty(&spec, reached);
+            let mut walk = Walk::new(Some(&mut failing));
+            walk.verbs_of_the_host(&mut cache, folder.path());
+            assert!(walk.bits == good.bits, "{spec:?}, {reached:?}: another result");
+            let failed: u64 = walk.failed.values().sum();
+            assert!(walk.verbs.len() >= 9 && failed > 100, "{reached:?}: {:?}", walk.verbs);
+        }
     }
 }

@@ -36,3 +36,4 @@ mod review;
 mod rope;
 mod stateful;
 mod structure;
+mod walk;

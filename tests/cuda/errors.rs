@@ -45,7 +45,7 @@ format = 'int8'
 ";
 
 /// Entry points whose callers can do nothing about a failure.
-const GIVES_BACK: [&str; 7] = [
+pub(super) const GIVES_BACK: [&str; 7] = [
     "cuCtxPopCurrent_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuEventDestroy_v2",

@@ -10,6 +10,7 @@ mod edges;
 mod emulator;
 mod errors;
 mod exports;
+mod faults;
 mod from_c;
 mod graph;
 mod inside;
@@ -112,6 +113,7 @@ fn the_tests_of_the_device_run_on_the_emulated_device() {
         "cuda::errors::",
         "cuda::edges::",
         "cuda::exports::",
+        "cuda::faults::",
         "cuda::from_c::",
         "cuda::graph::",
         "cuda::moves::",

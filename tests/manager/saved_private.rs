@@ -12,7 +12,7 @@ use kvpool::units::LayerIdx;
 use super::rig::{tokens, up_to};
 use super::saved::{Folder, exported, in_mode, run, save, windowed};
 use crate::common::{MODES, Spec};
-use crate::faults::faulty;
+use crate::faults::{REACHED, faulty};
 
 fn defaults() -> (SaveOptions, RestoreOptions) {
     (SaveOptions::default(), RestoreOptions::default())
@@ -166,7 +166,7 @@ fn edge_54_a_sequence_without_a_name_is_shared_with_nobody() {
 fn edge_61_a_restore_that_fails_leaves_nothing_behind() {
     let folder = Folder::new();
     let file = folder.file("prefixes");
-    for mode in MODES {
+    for (mode, reached) in MODES.into_iter().flat_map(|mode| REACHED.map(|how| (mode, how))) {
         let spec = Spec { scrub: Scrub::OnRelease, sink_tokens: 2, ..windowed(mode) };
         let mut old = spec.open_on_cpu();
         for first in [0, 100] {
@@ -179,7 +179,7 @@ fn edge_61_a_restore_that_fails_leaves_nothing_behind() {
         save(&old, &file);
         let (mut calls, mut failed) = (1, 0);
         loop {
-            let (mut cache, counter) = faulty(&spec);
+            let (mut cache, counter) = faulty(&spec, reached);
             let a = cache.begin(&tokens(900, 960), up_to(60)).expect("admitted").sequence;
             append(&mut cache, a, &tokens(900, 960));
             cache.release(a).expect("alive");
