@@ -3,7 +3,10 @@
 //!
 //! A binary of its own, without the test harness, since the global allocator is what fails.
 //!
-//! What is refused here are the allocations whose size follows from the plan, of 16 KiB and more.
+//! So is every buffer of a save or a restore, the only verbs that allocate.
+//!
+//! What is refused here are the allocations whose size follows from the plan, of 16 KiB and more
+//! (of saves 1 KiB).
 //! Those of a few bytes beside them (a thread's name, a boxed device) are the standard library's to
 //! make, and it ends the process where there is not even that much.
 
@@ -17,16 +20,16 @@ mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr::{null, null_mut};
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering::SeqCst};
 
 use common::{MODES, Spec};
-use kvpool::cache::Cache;
+use kvpool::cache::{BeginOptions, Cache, RestoreOptions, SaveOptions};
 use kvpool::capi::*;
 use kvpool::config::{CacheMode, DeviceConfig};
-use kvpool::error::{DeviceError, OpenError};
+use kvpool::error::{DeviceError, OpenError, SaveError};
 
 /// Allocations from this size on are counted, and may be refused.
-const LARGE: usize = 16 << 10;
+static LARGE: AtomicUsize = AtomicUsize::new(16 << 10);
 
 /// The large allocation that is refused, counted down from when it is set; 0: none is.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
@@ -39,7 +42,8 @@ struct Failing;
 
 /// Whether it is this allocation's turn.
 fn refuses(bytes: usize) -> bool {
-    if bytes < LARGE || REFUSED.load(SeqCst) == 0 || REFUSED.fetch_sub(1, SeqCst) != 1 {
+    if bytes < LARGE.load(SeqCst) || REFUSED.load(SeqCst) == 0 || REFUSED.fetch_sub(1, SeqCst) != 1
+    {
         return false;
     }
     REFUSED_BYTES.store(bytes as u64, SeqCst);
@@ -71,6 +75,7 @@ static ALLOCATOR: Failing = Failing;
 fn main() {
     edge_61_every_table_of_open_is_refused_in_turn();
     edge_61_the_same_through_the_c_interface();
+    edge_61_every_buffer_of_a_save_is_refused_in_turn();
     #[cfg(target_os = "linux")]
     edge_61_the_pool_and_the_threads_are_refused();
 }
@@ -177,6 +182,92 @@ fn refuse_through_the_c_interface(layers: u32, seqs: u32, least: u64) {
     });
     assert!(count > least, "only {count} large allocations");
     println!("edge_61_the_same_through_the_c_interface ... ok ({layers} layers: {count})");
+}
+
+/// What a save or a restore comes to when the buffer that was refused is told of.
+fn told<T>(result: Result<T, SaveError>) -> bool {
+    match result {
+        Ok(_) => true,
+        Err(error @ SaveError::OutOfMemory { bytes }) => {
+            // What the plan counts for it, which may be a little more.
+            let refused = REFUSED_BYTES.load(SeqCst);
+            assert!((refused..=2 * refused).contains(&bytes.get()), "{refused}: {error}");
+            assert!(error.to_string().contains("free some memory"), "{error}");
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The only verbs that allocate: of prefixes in blocks and in slots, and of a sequence.
+fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
+    // Their buffers are larger than this here, and what the standard library makes is not.
+    LARGE.store(1 << 10, SeqCst);
+    let folder = tempfile::tempdir().expect("a folder");
+    let (prefixes, sequence) = (folder.path().join("prefixes"), folder.path().join("sequence"));
+    let (saving, restoring) = (SaveOptions::default(), RestoreOptions::default());
+    for mode in MODES {
+        let spec = Spec {
+            mode,
+            windows: vec![0, 0, 16],
+            max_seqs: 64,
+            max_seq_len: 1024,
+            max_step_tokens: Some(8),
+            threads: 1,
+            head_dim: 64,
+            ..Spec::default()
+        };
+        let config = DeviceConfig { threads: 1, ..DeviceConfig::default() };
+        let open = || Cache::open_on_cpu(spec.plan(), &config, None).expect("opens");
+        let mut old = open();
+        let mut last = None;
+        for first in 0..40 {
+            let prompt: Vec<u32> = (first * 100..first * 100 + 17).collect();
+            let options = BeginOptions { max_len: Some(32), ..BeginOptions::default() };
+            let seq = old.begin(&prompt, options).expect("fits").sequence;
+            for part in prompt.chunks(8) {
+                let mut step = old.reserve(&[(seq, part.len() as u32)]).expect("fits");
+                step.mark_all_appended();
+                step.commit().expect("whole");
+            }
+            if let Some(earlier) = last.replace(seq) {
+                old.release(earlier).expect("alive");
+            }
+        }
+        let seq = last.expect("forty");
+        let mut new = open();
+        let mut counts = [0; 4];
+        let digest = old.state_digest();
+        counts[0] = in_turn(|_| told(old.save_prefixes(&prefixes, &saving)));
+        counts[1] = in_turn(|_| told(old.save_sequence(seq, &sequence, &saving)));
+        assert_eq!(old.state_digest(), digest, "a save changes nothing");
+        let files = std::fs::read_dir(folder.path()).expect("a folder").count();
+        assert_eq!(files, 2, "nothing half done is left");
+        counts[2] = in_turn(|nth| {
+            // Into an empty cache, or one that has them already.
+            let digest = new.state_digest();
+            let done = told(new.restore_prefixes(&prefixes, &restoring));
+            assert!(done || new.state_digest() == digest, "a buffer that was refused left a trace");
+            if nth > 0 && done {
+                new.clear_cached();
+            }
+            done
+        });
+        counts[3] = in_turn(|_| {
+            let digest = new.state_digest();
+            match new.restore_sequence(&sequence, &restoring) {
+                Ok(begun) => new.release(begun.sequence).is_ok(),
+                refused => {
+                    assert_eq!(new.state_digest(), digest);
+                    told(refused)
+                }
+            }
+        });
+        new.check_invariants().expect("invariants");
+        assert!(counts.iter().all(|count| *count > 0), "{mode:?}: {counts:?}");
+        println!("edge_61_every_buffer_of_a_save_is_refused_in_turn ... ok ({mode:?}: {counts:?})");
+    }
+    LARGE.store(16 << 10, SeqCst);
 }
 
 /// The pool's mapping, and a worker's stack: by a limit on the address space.
