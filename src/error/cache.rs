@@ -337,7 +337,10 @@ pub enum CacheError {
         /// How many of them are reservations.
         reserved: u32,
     },
-    /// The device failed.
+    /// The device failed. Everything is as it was, and the verb can be called again; but where a
+    /// sequence was to begin, free and cached blocks may have another order, and what a released one
+    /// had left in the slot that was taken is gone. After an error that ends a GPU's context every
+    /// verb that needs the device says so, until the cache is closed.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
