@@ -185,7 +185,7 @@ fn refuse_through_the_c_interface(layers: u32, seqs: u32, least: u64) {
 }
 
 /// What a save or a restore comes to when the buffer that was refused is told of.
-fn told<T>(result: Result<T, SaveError>) -> bool {
+fn told<T>(result: &Result<T, SaveError>) -> bool {
     match result {
         Ok(_) => true,
         Err(error @ SaveError::OutOfMemory { bytes }) => {
@@ -238,15 +238,15 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
         let mut new = open();
         let mut counts = [0; 4];
         let digest = old.state_digest();
-        counts[0] = in_turn(|_| told(old.save_prefixes(&prefixes, &saving)));
-        counts[1] = in_turn(|_| told(old.save_sequence(seq, &sequence, &saving)));
+        counts[0] = in_turn(|_| told(&old.save_prefixes(&prefixes, &saving)));
+        counts[1] = in_turn(|_| told(&old.save_sequence(seq, &sequence, &saving)));
         assert_eq!(old.state_digest(), digest, "a save changes nothing");
         let files = std::fs::read_dir(folder.path()).expect("a folder").count();
         assert_eq!(files, 2, "nothing half done is left");
         counts[2] = in_turn(|nth| {
             // Into an empty cache, or one that has them already.
             let digest = new.state_digest();
-            let done = told(new.restore_prefixes(&prefixes, &restoring));
+            let done = told(&new.restore_prefixes(&prefixes, &restoring));
             assert!(done || new.state_digest() == digest, "a buffer that was refused left a trace");
             if nth > 0 && done {
                 new.clear_cached();
@@ -259,7 +259,7 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
                 Ok(begun) => new.release(begun.sequence).is_ok(),
                 refused => {
                     assert_eq!(new.state_digest(), digest);
-                    told(refused)
+                    told(&refused)
                 }
             }
         });
