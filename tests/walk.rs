@@ -1,6 +1,7 @@
 //! Each call of the device that a verb makes fails, in turn, until the verb has made all of them:
-//! after each failure the verb has said so and everything is as before, bit for bit; in the end what
-//! comes out is what comes out where nothing fails.
+//! after each failure the verb has said so and everything is as before, bit for bit (here nothing has to be
+//! evicted or taken over to make room: that would stay so); in the end what comes out is what comes
+//! out where nothing fails.
 //!
 //! `faults.rs` goes on from each failure with a cache of its own; here it is one cache for all.
 

@@ -143,7 +143,7 @@ enum {
     KVPOOL_ALREADY_APPENDED = 63,
     KVPOOL_NOT_HELD = 64, /* the tokens are not there, or not any more */
     KVPOOL_BAD_RETENTION = 65,
-    KVPOOL_REUSE_OFF = 66, /* the plan shares no prefixes */
+    KVPOOL_REUSE_OFF = 66, /* the plan shares no prefixes, or none in blocks */
     KVPOOL_NOTHING_TO_PIN = 67,
     KVPOOL_RESERVATIONS_HELD = 68,
     KVPOOL_PINS_ALIVE = 69,
@@ -520,7 +520,7 @@ typedef struct kvpool_begin_options {
     uint32_t has_key;          /* 1: `key` counts */
     uint32_t max_len;          /* tokens, prompt and output together; 0 = limits.max_seq_len */
     uint32_t lookahead_tokens; /* beyond max_len, that speculative decoding may append and rewind */
-    uint32_t num_retentions;   /* at most KVPOOL_MAX_RETENTIONS */
+    uint32_t num_retentions;   /* at most KVPOOL_MAX_RETENTIONS; 0 where no prefixes are kept in blocks */
     const kvpool_retention_t *retentions; /* [num_retentions] */
     kvpool_namespace_t name_space;
 } kvpool_begin_options_t;
@@ -885,7 +885,8 @@ typedef struct kvpool_restored {
     size_t size;
     uint64_t file_tokens;
     uint64_t dropped_tokens; /* of these, tokens that are not cached now: there was no room for them, they do
-                                not fill a block, or this plan needs more of them than the file has */
+                                not fill a block, this plan needs more of them than the file has, or too many
+                                chains before them could not be used */
     uint64_t blocks;         /* restored */
     uint64_t blocks_present; /* cached before */
     uint64_t slots;          /* of contiguous layers, that were filled */

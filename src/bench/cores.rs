@@ -31,7 +31,8 @@ const POLLS: u32 = 1 << 14;
 struct Line(AtomicU64);
 
 /// Nanoseconds that a cache line takes from one core to another and back, for whichever two the
-/// system gives to two threads. `None` on a machine of one core, or one that is too busy to tell.
+/// system gives to two threads: on a machine of two cores those are the ones. `None` on a machine of one
+/// core, or one that is too busy to tell.
 #[must_use]
 pub fn line_ns() -> Option<f64> {
     if thread::available_parallelism().map_or(1, std::num::NonZero::get) < 2 {
@@ -78,8 +79,11 @@ fn answer(line: &Line) {
         match line.0.load(Ordering::Acquire) {
             END => return,
             number if number % 2 == 1 => {
-                line.0.store(number + 1, Ordering::Release);
-                polls = 0;
+                // Unless the end was told meanwhile.
+                let (taken, failed) = (Ordering::AcqRel, Ordering::Acquire);
+                if line.0.compare_exchange(number, number + 1, taken, failed).is_ok() {
+                    polls = 0;
+                }
             }
             _ => polls = polled(polls),
         }

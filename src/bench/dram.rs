@@ -51,6 +51,9 @@ struct Shared {
 
 impl Passes {
     /// Threads with memory of their own, which wait.
+    ///
+    /// # Panics
+    /// Without that memory.
     pub(super) fn new(threads: u32) -> Self {
         let threads = threads.max(1) as usize;
         let shared = Arc::new(Shared {
@@ -58,11 +61,13 @@ impl Passes {
             ended: AtomicBool::new(false),
             seconds: (0..threads).map(|_| Mutex::new(0.0)).collect(),
         });
-        let spawn = |own: usize| {
+        // Before any thread waits for the others.
+        let memory: Vec<_> = (0..threads).map(|_| map_of(BYTES_PER_THREAD)).collect();
+        let spawn = |(own, words)| {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || shared.read(own))
+            thread::spawn(move || shared.read(own, words))
         };
-        let threads = (0..threads).map(spawn).collect();
+        let threads = memory.into_iter().enumerate().map(spawn).collect();
         Self { shared, threads }
     }
 
@@ -95,8 +100,8 @@ impl Drop for Passes {
 
 impl Shared {
     /// A thread's passes, each over the next part of its memory.
-    fn read(&self, own: usize) {
-        let words = memory_of(BYTES_PER_THREAD);
+    fn read(&self, own: usize, mut words: memmap2::MmapMut) {
+        words.fill(1);
         for part in words.chunks_exact(BYTES_PER_PASS).cycle() {
             self.barrier.wait();
             if self.ended.load(Ordering::Acquire) {
@@ -126,11 +131,17 @@ fn passes(barrier: &Barrier) -> Vec<f64> {
 
 /// Memory with something in every page, on huge pages where there are some: as the pool's is.
 fn memory_of(bytes: usize) -> memmap2::MmapMut {
+    let mut map = map_of(bytes);
+    map.fill(1);
+    map
+}
+
+/// The same with nothing in it yet.
+fn map_of(bytes: usize) -> memmap2::MmapMut {
     // A benchmark that cannot have a few hundred MiB has nothing to report.
-    let mut map = memmap2::MmapMut::map_anon(bytes).expect("memory for the probe");
+    let map = memmap2::MmapMut::map_anon(bytes).expect("memory for the probe");
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage);
-    map.fill(1);
     map
 }
 

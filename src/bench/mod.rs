@@ -91,8 +91,8 @@ pub struct Measurement {
     pub dram_best_gbps: f64,
     /// `gbps / dram_gbps`.
     pub fraction: f64,
-    /// Of several threads: [`line_ns`] before and after, which tells how much of the way to memory the
-    /// cores share. Figures with another distance are not to be compared.
+    /// Of several threads: [`line_ns`] before and after, which tells on a machine of two cores how much of the
+    /// way to memory they share. Figures with another distance are not to be compared.
     pub line_ns: Option<[f64; 2]>,
     /// Multiplications and additions a second, in 10⁹, two for each pair; 0 for append.
     pub gflops: f64,

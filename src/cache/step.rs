@@ -39,7 +39,8 @@ impl Cache {
     ///
     /// # Errors
     /// Stale, foreign or repeated handles, 0 tokens, a limit exceeded, or
-    /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes.
+    /// [`CacheError::PoolExhausted`], which guaranteed admission rules out. Nothing changes, except
+    /// as [`CacheError::Device`] says.
     pub fn reserve(&mut self, wanted: &[(SeqHandle, u32)]) -> Result<Step<'_>, CacheError> {
         self.reserve_items(wanted, None)
     }

@@ -364,7 +364,7 @@ fn dlpack_views_are_refused_when_all_are_out() {
 
 /// The kernels that this machine has are named as Rust names them.
 #[test]
-fn edge_59_every_kernel_has_its_name() {
+fn every_kernel_has_its_name() {
     for choice in ["auto", "reference", "portable", "avx2", "avx512", "avx512-bf16"] {
         for format in ["f16", "bf16", "int8"] {
             let toml = TOML.replace("threads = 1", &format!("threads = 1, kernel = '{choice}'"));

@@ -41,7 +41,7 @@ pub struct DeviceInfo {
     /// or `none` for a device without memory.
     pub kind: &'static str,
     /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, `avx512+vnni`
-    /// (with VNNI for INT8), `avx512+vnni+bf16` (and BF16 in two terms for bfloat16) or
+    /// (with VNNI for INT8), `avx512+vnni+bf16` (and BF16 in two terms for bfloat16 where query heads share a KV head) or
     /// `avx512-bf16` (in one term); `plain` or `tensor-cores` on a GPU; `none` for a device without
     /// memory.
     pub kernel: &'static str,

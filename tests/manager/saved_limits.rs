@@ -40,12 +40,12 @@ fn block(parent: u32, id: u32, layer: &[u8]) -> Vec<u8> {
     record(2, &payload)
 }
 
-/// One layer, eight slots of forty blocks.
-fn small() -> Spec {
+/// One layer with or without a window (0), eight slots of forty blocks.
+fn small(window: u32) -> Spec {
     Spec {
         mode: CacheMode::Contiguous,
         tokens_per_block: TOKENS,
-        windows: vec![0],
+        windows: vec![window],
         max_seqs: 8,
         max_seq_len: 40 * TOKENS,
         ..Spec::default()
@@ -53,8 +53,8 @@ fn small() -> Spec {
 }
 
 /// The first records of a save of `small`: its header, and the namespace of what it holds.
-fn beginning(path: &Path) -> Vec<u8> {
-    let mut old = rig(&small());
+fn beginning(path: &Path, window: u32) -> Vec<u8> {
+    let mut old = rig(&small(window));
     old.pass(&tokens(0, 33));
     save(&old.cache, path);
     let bytes = std::fs::read(path).expect("there");
@@ -64,11 +64,11 @@ fn beginning(path: &Path) -> Vec<u8> {
 
 /// A chain of full length, and so many others that part from it at its last block, of all of which
 /// the layer has nothing; then a chain of one block that it has. How many slots take it.
-fn restored_behind(leaves: u32) -> u64 {
+fn restored_behind(window: u32, leaves: u32) -> u64 {
     let folder = Folder::new();
     let path = folder.file("leaves");
-    let mut file = beginning(&path);
-    let geometry = small().open().plan().geometry.clone();
+    let mut file = beginning(&path, window);
+    let geometry = small(window).open().plan().geometry.clone();
     let layer = vec![0; (TOKENS * 2 * geometry.num_kv_heads * geometry.head_dim * 4) as usize];
     let mut blocks = 0;
     for at in 0..39 {
@@ -85,18 +85,21 @@ fn restored_behind(leaves: u32) -> u64 {
     let counts = [blocks, u64::from(TOKENS) * blocks, 1].map(u64::to_le_bytes).concat();
     file.extend(record(4, &counts));
     std::fs::write(&path, &file).expect("written");
-    let mut cache = small().open();
+    let mut cache = small(window).open();
     let restored = cache.restore_prefixes(&path, &RestoreOptions::default()).expect("taken");
     cache.check_invariants().expect("invariants");
     restored.slots
 }
 
-/// Of chains that no slot can take some are looked at, and then no more: each of them may be as long
-/// as the file.
+/// What is not whole in a layer without a window is not looked at twice. What a layer with a window might take
+/// is, chain by chain, each of which may be as long as the file: not for ever.
 #[test]
 fn edge_54_chains_in_vain_come_to_an_end() {
-    assert_eq!(restored_behind(20), 1, "a few of them cost nothing");
-    assert_eq!(restored_behind(250), 0, "many are given up");
+    for leaves in [20, 250] {
+        assert_eq!(restored_behind(0, leaves), 1, "{leaves} chains end where the first one does");
+    }
+    assert_eq!(restored_behind(16, 20), 1, "a few of them cost nothing");
+    assert_eq!(restored_behind(16, 250), 0, "many are given up");
 }
 
 /// A record that cannot be is refused by its length: the file has holes, and nobody could read it
@@ -105,7 +108,7 @@ fn edge_54_chains_in_vain_come_to_an_end() {
 fn edge_54_a_record_of_terabytes_is_not_read() {
     let folder = Folder::new();
     let path = folder.file("holes");
-    let beginning = beginning(&path);
+    let beginning = beginning(&path, 0);
     for kind in [2_u32, 3] {
         let mut file = std::fs::File::create(&path).expect("a file");
         file.write_all(&beginning).expect("written");
@@ -116,7 +119,7 @@ fn edge_54_a_record_of_terabytes_is_not_read() {
             println!("skipped: no file of that length here");
             return;
         }
-        let error = refused(&mut small().open(), &path);
+        let error = refused(&mut small(0).open(), &path);
         let problem = "an impossible length";
         let at = beginning.len() as u64;
         assert_eq!(error, SaveError::Damaged { at, problem }, "kind {kind}");
@@ -134,10 +137,10 @@ fn edge_54_what_is_no_file_is_not_waited_for() {
         println!("skipped: no mkfifo");
         return;
     }
-    let error = refused(&mut small().open(), &pipe);
+    let error = refused(&mut small(0).open(), &pipe);
     assert!(error.to_string().contains("reading what is no file"), "{error}");
-    let error = refused(&mut small().open(), Path::new("/dev/zero"));
+    let error = refused(&mut small(0).open(), Path::new("/dev/zero"));
     assert!(error.to_string().contains("reading what is no file"), "{error}");
-    let error = refused(&mut small().open(), folder.file(".").as_path());
+    let error = refused(&mut small(0).open(), folder.file(".").as_path());
     assert!(error.to_string().contains("reading a folder as a file"), "{error}");
 }

@@ -235,7 +235,13 @@ impl Reader {
     pub(super) fn open(path: &Path) -> Result<Self, SaveError> {
         let failed = |error: std::io::Error| refused("opening the file", COPY, &error);
         let mut options = OpenOptions::new();
-        let file = without_waiting(options.read(true), true).open(path).map_err(failed)?;
+        let opened = without_waiting(options.read(true), true).open(path);
+        let file = match opened {
+            // A file that another has a lease on: this one is worth waiting for.
+            Err(error) if error.kind() == ErrorKind::WouldBlock => File::open(path),
+            opened => opened,
+        };
+        let file = file.map_err(failed)?;
         let about = file.metadata().map_err(failed)?;
         if about.is_dir() {
             let error = std::io::Error::from(ErrorKind::IsADirectory);

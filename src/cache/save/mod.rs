@@ -79,7 +79,8 @@ pub struct Restored {
     /// Tokens of the file's blocks.
     pub file_tokens: u64,
     /// Of these, tokens that are not cached now: no block or slot was free for them, they do not
-    /// fill a block, or this plan needs more of them than the file has.
+    /// fill a block, this plan needs more of them than the file has, or too many chains before them
+    /// could not be used.
     pub dropped_tokens: u64,
     /// Blocks of this plan that were restored,
     pub blocks: u64,

@@ -25,12 +25,16 @@ pub(super) struct Entry {
     pub(super) name: u32,
     /// The last block of this cache that holds nothing but tokens of its chain, up to its end.
     pub(super) block: u32,
+    /// The last block of its chain up to which slots could take it, as far as layers without a window go.
+    pub(super) usable: u32,
     /// Its tokens, from the first on, that are in this cache.
     pub(super) covered: u16,
     /// Whether others go on from it.
     pub(super) has_children: bool,
     /// Whether it cannot be taken, and nothing that goes on from it.
     pub(super) dropped: bool,
+    /// Whether a chain that can be used up to here was looked at.
+    pub(super) seen: bool,
 }
 
 const _: () = assert!(size_of::<Entry>() as u64 <= SAVE_ENTRY_BYTES);
@@ -222,9 +226,11 @@ impl Loader {
                 tokens: head.tokens,
                 name: head.name,
                 block: NO_BLOCK,
+                usable: NO_BLOCK,
                 covered: 0,
                 has_children: false,
                 dropped: false,
+                seen: false,
             });
         }
         Ok(())

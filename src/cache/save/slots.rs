@@ -46,13 +46,13 @@ pub(super) struct SlotStage {
     chain: Chain,
     /// Tokens of the chain. `[max_seq_len]`
     ids: Vec<u32>,
-    /// Blocks of chains that may still be looked at.
+    /// Blocks of chains that may still be looked at in vain.
     patience: usize,
 }
 
-/// Chains of full length, beside one for each slot, that are looked at though no slot can take them. A
-/// file may have as many chains as blocks, and each as many blocks as the file: without an end, a file
-/// of a few MB would be read for hours.
+/// Chains of full length, beside one for each slot, that are looked at in vain. A file may have as many chains
+/// as blocks, and each as many blocks as the file: without an end, a file of a few MB would be read for
+/// hours.
 const VAIN_CHAINS: usize = 64;
 
 impl SlotStage {
@@ -77,7 +77,7 @@ impl Cache {
                 holds_from: buffer_of(groups, 0)?,
             },
             ids: buffer_of(self.plan.limits.max_seq_len as usize, 0)?,
-            patience: (slots + VAIN_CHAINS) * longest + table.entries.len(),
+            patience: (slots + VAIN_CHAINS) * longest,
         };
         stage.kept.clear();
         stage.holds_from.clear();
@@ -91,64 +91,103 @@ impl Cache {
         table: &mut Table,
         stage: &mut SlotStage,
     ) -> Result<(), SaveError> {
+        self.note_usable(loader, table)?;
         for leaf in 0..table.entries.len() {
             if table.entries[leaf].has_children {
                 continue;
             }
-            let blocks = self.follow(loader, table, leaf, &mut stage.chain)?;
-            let Some(patience) = stage.patience.checked_sub(blocks) else { break };
-            stage.patience = patience;
-            let Some(len) = self.usable_len(table, &mut stage.chain) else { continue };
-            let Some(namespace) = self.namespace_of_chain(table, &stage.chain, len) else {
-                continue;
-            };
-            let free = self.seqs.free.iter().rev();
-            let is_empty = |slot: &u32| {
-                let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[*slot as usize].retained);
-                retained == 0 && stage.kept.iter().all(|kept| kept.slot != *slot)
-            };
-            let slot = free.copied().find(is_empty);
-            self.read_ids(loader, table, &stage.chain, &mut stage.ids[..len as usize])?;
-            // Without a free one it is still to be seen whether another slot has it.
-            if self.is_kept(stage, &namespace, len) {
-                cover_chain(table, &stage.chain, len);
+            let last = table.entries[leaf].usable;
+            let Some(entry) = table.entries.get_mut(last as usize) else { continue };
+            // Others part from it behind what can be used.
+            if std::mem::replace(&mut entry.seen, true) {
                 continue;
             }
-            let Some(slot) = slot else { continue };
-            if let Some(reuse) = &mut self.reuse {
-                // Nobody reads the row of a slot that keeps nothing.
-                let ids = &stage.ids[..len as usize];
-                reuse.tokens_mut(slot)[..len as usize].copy_from_slice(ids);
+            self.follow(loader, table, last, &mut stage.chain)?;
+            if !self.stage_chain(loader, table, stage)? {
+                let blocks = stage.chain.entries.len();
+                let Some(patience) = stage.patience.checked_sub(blocks) else { break };
+                stage.patience = patience;
             }
-            self.scrub_whole_slot(slot)?;
-            self.note_dirty(slot);
-            self.seqs.record_mut(slot).written = len;
-            // From here on it is one to be cleaned if this fails.
-            stage.kept.push(Kept { slot, len, namespace });
-            stage.holds_from.extend_from_slice(&stage.chain.holds_from);
-            self.write_chain(loader, table, &stage.chain, slot, len)?;
-            cover_chain(table, &stage.chain, len);
         }
         Ok(())
     }
 
-    /// Collects the blocks of a chain, and what the groups have of them. Gives their number, those
-    /// included that are too far from its beginning.
+    /// Notes of each block up to where its chain is whole in the layers without a window, which take no other.
+    fn note_usable(&self, loader: &mut Loader, table: &mut Table) -> Result<(), SaveError> {
+        let any = self.contiguous(false).next().is_some();
+        for at in 0..table.entries.len() {
+            let entry = table.entries[at];
+            let before = table.entries.get(entry.parent as usize).map_or(NO_BLOCK, |e| e.usable);
+            let goes_on = entry.parent == before && entry.start < self.plan.limits.max_seq_len;
+            let is_whole = goes_on && (!any || self.is_whole(&loader.head(&entry)?));
+            let own = u32::try_from(at).unwrap_or(NO_BLOCK);
+            table.entries[at].usable = if is_whole { own } else { before };
+        }
+        Ok(())
+    }
+
+    /// Whether the layers without a window have all of a block.
+    fn is_whole(&self, block: &Block<'_>) -> bool {
+        let windowed = |group: usize| {
+            let layers = &self.plan.groups[group];
+            layers.kind != GroupKind::Contiguous || layers.window.is_some()
+        };
+        let mut spans = self.common_spans(block).enumerate();
+        spans.all(|(group, span)| windowed(group) || span == Span::WHOLE)
+    }
+
+    /// Writes a chain into a slot, as far as it can be used; whether it was.
+    fn stage_chain(
+        &mut self,
+        loader: &mut Loader,
+        table: &mut Table,
+        stage: &mut SlotStage,
+    ) -> Result<bool, SaveError> {
+        let Some(len) = self.usable_len(table, &mut stage.chain) else { return Ok(false) };
+        let Some(namespace) = self.namespace_of_chain(table, &stage.chain, len) else {
+            return Ok(false);
+        };
+        let free = self.seqs.free.iter().rev();
+        let is_empty = |slot: &u32| {
+            let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[*slot as usize].retained);
+            retained == 0 && stage.kept.iter().all(|kept| kept.slot != *slot)
+        };
+        let slot = free.copied().find(is_empty);
+        self.read_ids(loader, table, &stage.chain, &mut stage.ids[..len as usize])?;
+        // Without a free one it is still to be seen whether another slot has it.
+        if self.is_kept(stage, &namespace, len) {
+            cover_chain(table, &stage.chain, len);
+            return Ok(false);
+        }
+        let Some(slot) = slot else { return Ok(false) };
+        if let Some(reuse) = &mut self.reuse {
+            // Nobody reads the row of a slot that keeps nothing.
+            let ids = &stage.ids[..len as usize];
+            reuse.tokens_mut(slot)[..len as usize].copy_from_slice(ids);
+        }
+        self.scrub_whole_slot(slot)?;
+        self.note_dirty(slot);
+        self.seqs.record_mut(slot).written = len;
+        // From here on it is one to be cleaned if this fails.
+        stage.kept.push(Kept { slot, len, namespace });
+        stage.holds_from.extend_from_slice(&stage.chain.holds_from);
+        self.write_chain(loader, table, &stage.chain, slot, len)?;
+        cover_chain(table, &stage.chain, len);
+        Ok(true)
+    }
+
+    /// Collects the blocks of a chain up to its last, and what the groups have of them.
     fn follow(
         &self,
         loader: &mut Loader,
         table: &Table,
-        leaf: usize,
+        last: u32,
         chain: &mut Chain,
-    ) -> Result<usize, SaveError> {
+    ) -> Result<(), SaveError> {
         chain.entries.clear();
-        let mut blocks = 0;
-        let mut at = u32::try_from(leaf).unwrap_or(NO_BLOCK);
+        let mut at = last;
         while let Some(entry) = table.entries.get(at as usize) {
-            blocks += 1;
-            if entry.start < self.plan.limits.max_seq_len {
-                chain.entries.push(at);
-            }
+            chain.entries.push(at);
             at = entry.parent;
         }
         chain.entries.reverse();
@@ -157,7 +196,7 @@ impl Cache {
             let block = loader.head(&table.entries[*at as usize])?;
             chain.spans.extend(self.common_spans(&block));
         }
-        Ok(blocks)
+        Ok(())
     }
 
     /// What each group has of a block. The layers of a group agree, where they were one group when
@@ -176,17 +215,9 @@ impl Cache {
     /// The longest part of a chain that every contiguous group can give, and from where on they
     /// have it.
     fn usable_len(&self, table: &Table, chain: &mut Chain) -> Option<u32> {
-        let groups = self.plan.groups.len();
         let end_of = |entry: &Entry| (entry.start + entry.tokens).min(self.plan.limits.max_seq_len);
-        // Without a window: whole from the first token on.
+        // Those without a window have all of it.
         let mut blocks = chain.entries.len();
-        for (at, spans) in chain.spans.chunks_exact(groups).enumerate() {
-            let whole = self.contiguous(false).all(|group| spans[group] == Span::WHOLE);
-            if !whole {
-                blocks = at;
-                break;
-            }
-        }
         while blocks > 0 {
             let last = table.entries[chain.entries[blocks - 1] as usize];
             let len = end_of(&last);

@@ -40,7 +40,7 @@ fn zeroed<T>() -> T {
 fn known(status: kvpool_status_t) -> kvpool_status_t {
     // SAFETY: any number may be asked for; the text has an end.
     let name = unsafe { CStr::from_ptr(kvpool_status_name(status)) };
-    assert!(!name.to_bytes().is_empty() && name.to_bytes() != b"unknown", "status {status}");
+    assert!(!name.to_bytes().is_empty() && name.to_bytes() != b"unknown status", "status {status}");
     assert_ne!(status, KVPOOL_PANIC, "a panic");
     assert_ne!(status, KVPOOL_POISONED, "poisoned");
     assert_ne!(status, KVPOOL_INVARIANT, "an invariant is broken");
