@@ -106,7 +106,8 @@ fn name_shared_library(out: &Path) {
 }
 
 /// Sets `x86_kernels`: the kernels for x86-64's vector instructions are built. A build of runs that
-/// are not about them is much shorter without (`RUSTFLAGS="--cfg kvpool_portable"`, as `fuzz/run.sh`).
+/// are not about them is much shorter without (`RUSTFLAGS="--cfg kvpool_portable"`, as
+/// `fuzz/run.sh`).
 fn choose_cpu_kernels() {
     let x86 = env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64");
     if x86 && env::var_os("CARGO_CFG_KVPOOL_PORTABLE").is_none() {

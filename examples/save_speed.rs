@@ -2,9 +2,9 @@
 //!
 //!     cargo run --release --example save_speed [FOLDER] [MIB]
 //!
-//! An 8B model's geometry in f16 and INT8 (8 of its 32 layers), MIB of K and V in blocks of 16 and slots;
-//! the file lies in FOLDER (default: the folder for temporary files). "Plain" writes a file of as many
-//! bytes, MIB by MIB, and flushes it, or reads it. Each figure is the best of three.
+//! An 8B model's geometry in f16 and INT8 (8 of its 32 layers), MIB of K and V in blocks of 16 and
+//! slots; the file lies in FOLDER (default: the folder for temporary files). "Plain" writes a file
+//! of as many bytes, MIB by MIB, and flushes it, or reads it. Each figure is the best of three.
 
 #![allow(clippy::print_stdout, reason = "an example that reports")]
 #![allow(clippy::unwrap_used, reason = "an example that cannot go on ends")]

@@ -180,7 +180,8 @@ fn tests_of_modules(modules: &[Module]) -> Vec<String> {
         let is_ignored = function.attributes.iter().any(|line| line.starts_with("#[ignore"));
         let body = &function.body;
         let is_starter = body.contains("\"csrc/tests/capi/") || calls(body, "again");
-        // Compiled only under a condition that does not hold everywhere: a number is not to hang on it.
+        // Compiled only under a condition that does not hold everywhere: a number is not to hang on
+        // it.
         let is_elsewhere =
             |line: &String| line.starts_with("#[cfg") && !HERE.contains(&line.as_str());
         if function.attributes.iter().any(is_elsewhere) {

@@ -91,7 +91,8 @@ impl Line {
         }
     }
 
-    /// The blocks of the windowed layer that the paged cache holds, and NaN in all that is not held.
+    /// The blocks of the windowed layer that the paged cache holds, and NaN in all that is not
+    /// held.
     fn check_blocks(&mut self) {
         for (cache, _) in &mut self.caches {
             cache.check_invariants().expect("invariants");
@@ -159,8 +160,8 @@ fn edge_41_several_blocks_leave_in_one_step() {
     }
 }
 
-/// Back across the boundary at which tokens left, and on with others: what is in sight again is what
-/// was there, as far as max_rewind_tokens goes and not one token further.
+/// Back across the boundary at which tokens left, and on with others: what is in sight again is
+/// what was there, as far as max_rewind_tokens goes and not one token further.
 #[test]
 fn edge_41_a_rewind_across_that_boundary() {
     for (window, sinks, rewind) in [(8, 0, 1), (16, 0, 8), (16, 3, 5), (9, 0, 12), (1, 0, 9)] {

@@ -10,8 +10,8 @@ use kvpool::units::Bytes;
 
 use crate::common::Spec;
 
-/// Every file in `configs/` and its folders, with the plan of every variant. The baseline `dynamic` has
-/// no plan: it is what there was before pools.
+/// Every file in `configs/` and its folders, with the plan of every variant. The baseline `dynamic`
+/// has no plan: it is what there was before pools.
 pub(crate) fn config_plans() -> Vec<(String, Vec<(String, Plan)>)> {
     let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
     config_files(&configs)

@@ -294,8 +294,8 @@ fn other_answers_are_forks_that_share_their_prompt() {
             run.prompt_tokens + run.output_tokens - run.prefix_hit_tokens,
             "{name}"
         );
-        // Of a block that is shared each fork has a copy before it writes, and no more; of a slot all
-        // is copied at once.
+        // Of a block that is shared each fork has a copy before it writes, and no more; of a slot
+        // all is copied at once.
         let block = 8 * run.bytes_per_token;
         assert!(run.copied_bytes > 0, "{name}");
         if name.starts_with("paged") {

@@ -1,4 +1,5 @@
-//! Rotary position encoding on the way into the cache: the same bits on every device, in every mode.
+//! Rotary position encoding on the way into the cache: the same bits on every device, in every
+//! mode.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! Each call of the device that a verb makes fails, in turn, until the verb has made all of them:
-//! after each failure the verb has said so and everything is as before, bit for bit (here nothing has to be
-//! evicted or taken over to make room: that would stay so); in the end what comes out is what comes
-//! out where nothing fails.
+//! after each failure the verb has said so and everything is as before, bit for bit (here nothing
+//! has to be evicted or taken over to make room: that would stay so); in the end what comes out is
+//! what comes out where nothing fails.
 //!
 //! `faults.rs` goes on from each failure with a cache of its own; here it is one cache for all.
 
@@ -25,7 +25,8 @@ pub(crate) trait Faults {
     fn arm(&mut self, nth: u64);
     /// None fails any more. The call that has, if one has.
     fn disarm(&mut self) -> Option<String>;
-    /// Whether K and V are compared after every failure, or after the first, second, fourth and so on.
+    /// Whether K and V are compared after every failure, or after the first, second, fourth and so
+    /// on.
     fn is_thorough(&self) -> bool;
     /// Whether this is the error for it.
     fn is_told(&self, call: &str, error: DeviceError) -> bool;
@@ -74,8 +75,8 @@ fn has_donors(cache: &Cache) -> bool {
 }
 
 /// Asserts that what a failure leaves is what was there before: all of it, but where a sequence was
-/// to begin. Then the order may differ in which blocks and slots come next; and a slot that had been
-/// taken for it has nothing left that others could find.
+/// to begin. Then the order may differ in which blocks and slots come next; and a slot that had
+/// been taken for it has nothing left that others could find.
 fn check(verb: &str, has_donors: bool, before: &Snapshot, after: &Snapshot, what: &str) {
     let begins = ["begin", "restore_sequence"].contains(&verb) || (verb == "fork" && has_donors);
     if !begins {
@@ -261,8 +262,8 @@ impl<'a> Walk<'a> {
         });
     }
 
-    /// Computes the rest of a prompt. How much that is may depend on what has failed, so what counts is
-    /// a token behind it.
+    /// Computes the rest of a prompt. How much that is may depend on what has failed, so what
+    /// counts is a token behind it.
     fn catch_up(&mut self, cache: &mut Cache, seq: SeqHandle, ids: &[u32]) {
         let kept = self.bits.len();
         for chunk in ids.chunks(8) {
@@ -286,8 +287,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Begins, steps, forks, copies on write, rewinds, finds a prefix in part, reads back, saves and
-    /// restores. `folder`: of the saves.
+    /// Begins, steps, forks, copies on write, rewinds, finds a prefix in part, reads back, saves
+    /// and restores. `folder`: of the saves.
     pub(crate) fn verbs_of_the_host(&mut self, cache: &mut Cache, folder: &Path) {
         let prompt: Vec<u32> = (0..20).collect();
         let (a, _) = self.begin(cache, &prompt);

@@ -1,7 +1,7 @@
 //! The CUDA device's speed: `benches/gpu.sh` builds and calls this.
 //!
-//! Everything is timed with the GPU's own events. Beside each figure stands what fraction it is of a
-//! copy from device memory to device memory in the same run, whose bytes count twice: read and
+//! Everything is timed with the GPU's own events. Beside each figure stands what fraction it is of
+//! a copy from device memory to device memory in the same run, whose bytes count twice: read and
 //! written. First the answers are held against the CPU's reference, and the three modes against
 //! each other, bit for bit.
 //!

@@ -338,8 +338,8 @@ const TURN: Duration = Duration::from_millis(5);
 const CALLS_MAX: u32 = 8;
 
 impl Case {
-    /// The times of a turn: a call that wakes the threads up, which is not counted, and some that follow at
-    /// once; or one that is long. `next`: the number of the next call.
+    /// The times of a turn: a call that wakes the threads up, which is not counted, and some that
+    /// follow at once; or one that is long. `next`: the number of the next call.
     fn turns(
         &mut self,
         operation: Operation,

@@ -1,8 +1,8 @@
 //! What the C interface costs: the same decode steps through it and through the Rust API.
 //!
-//! Two caches of the same plan, with 256 sequences each, take turns of 64 steps. A step is `reserve`
-//! of one token for each sequence with its id, `mark_appended` and `commit`; nothing is computed.
-//! Each call is timed by itself; a figure is the median over the turns of a turn's mean.
+//! Two caches of the same plan, with 256 sequences each, take turns of 64 steps. A step is
+//! `reserve` of one token for each sequence with its id, `mark_appended` and `commit`; nothing is
+//! computed. Each call is timed by itself; a figure is the median over the turns of a turn's mean.
 
 use std::time::{Duration, Instant};
 

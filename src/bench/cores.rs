@@ -31,8 +31,8 @@ const POLLS: u32 = 1 << 14;
 struct Line(AtomicU64);
 
 /// Nanoseconds that a cache line takes from one core to another and back, for whichever two the
-/// system gives to two threads: on a machine of two cores those are the ones. `None` on a machine of one
-/// core, or one that is too busy to tell.
+/// system gives to two threads: on a machine of two cores those are the ones. `None` on a machine
+/// of one core, or one that is too busy to tell.
 #[must_use]
 pub fn line_ns() -> Option<f64> {
     if thread::available_parallelism().map_or(1, std::num::NonZero::get) < 2 {

@@ -1,11 +1,12 @@
-//! `kvpool bench cost`: the cache's part of `[cost]` on this machine's CPU, for the model, format and mode
-//! of a file.
+//! `kvpool bench cost`: the cache's part of `[cost]` on this machine's CPU, for the model, format
+//! and mode of a file.
 //!
-//! A few kinds of steps are timed on a cache with a few of the model's layers: one decoding sequence
-//! with nearly no context, several with longer ones, and chunks of a prompt. The three constants are
-//! those with which the cost model is nearest to all of them, and how far it is off is printed: it
-//! knows nothing of a processor's caches, nor that a token of a prompt takes longer the more stands
-//! before it. What is timed are the cache's verbs on the CPU: a model's own arithmetic is not in it.
+//! A few kinds of steps are timed on a cache with a few of the model's layers: one decoding
+//! sequence with nearly no context, several with longer ones, and chunks of a prompt. The three
+//! constants are those with which the cost model is nearest to all of them, and how far it is off
+//! is printed: it knows nothing of a processor's caches, nor that a token of a prompt takes longer
+//! the more stands before it. What is timed are the cache's verbs on the CPU: a model's own
+//! arithmetic is not in it.
 
 use std::time::Instant;
 

@@ -30,12 +30,12 @@ pub fn read_gbps(threads: u32) -> f64 {
     bytes / best / 1e9
 }
 
-/// Bytes that each thread reads in one pass of a [`Passes`]: more than a cache holds of it by its next turn,
-/// which comes when all else of its memory was read.
+/// Bytes that each thread reads in one pass of a [`Passes`]: more than a cache holds of it by its
+/// next turn, which comes when all else of its memory was read.
 const BYTES_PER_PASS: usize = 64 << 20;
 
-/// Threads that read memory when they are asked to: single passes that take turns with what is measured, so
-/// that what else happens on the machine meets both alike.
+/// Threads that read memory when they are asked to: single passes that take turns with what is
+/// measured, so that what else happens on the machine meets both alike.
 pub(super) struct Passes {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,

@@ -37,8 +37,8 @@ pub struct ScrubTiming {
     pub mode: &'static str,
     /// `off`, `on-release` or `on-reuse`.
     pub scrub: &'static str,
-    /// Microseconds from `begin` to `release` of one sequence whose tokens are appended without K and V:
-    /// bookkeeping and zeroing alone. The median.
+    /// Microseconds from `begin` to `release` of one sequence whose tokens are appended without K
+    /// and V: bookkeeping and zeroing alone. The median.
     pub sequence_us: f64,
     /// Bytes zeroed in that time.
     pub zeroed_bytes: f64,
@@ -224,8 +224,8 @@ fn welch(a: &[f64], b: &[f64]) -> f64 {
     if error > 0.0 { (mean_a - mean_b) / error } else { 0.0 }
 }
 
-/// Times sequences of 2049 tokens, appended without K and V, whose blocks or slot others had before, with
-/// and without zeroing.
+/// Times sequences of 2049 tokens, appended without K and V, whose blocks or slot others had
+/// before, with and without zeroing.
 ///
 /// # Errors
 /// A cache that does not open.

@@ -1,9 +1,10 @@
 //! `kvpool bench`: how fast the device's kernels are, beside what the memory allows, and how fast
 //! the manager is.
 //!
-//! All variants of a shape are open at once and take turns of a few calls, over enough layers that no cache
-//! holds what is read; plain loads that read memory take turns with them, so that each figure stands beside
-//! the limit of the same seconds on the same machine. Figures are medians. The criterion groups in `benches/` call the same functions.
+//! All variants of a shape are open at once and take turns of a few calls, over enough layers that
+//! no cache holds what is read; plain loads that read memory take turns with them, so that each
+//! figure stands beside the limit of the same seconds on the same machine. Figures are medians. The
+//! criterion groups in `benches/` call the same functions.
 
 mod attention;
 pub mod capi;
@@ -84,22 +85,22 @@ pub struct Measurement {
     /// Bytes of K, V and scales that the call must read (decode, prefill) or write (append) once,
     /// divided by the median time: 10⁹ bytes a second.
     pub gbps: f64,
-    /// The speed at which the same number of threads read memory with plain loads, in passes that took turns
-    /// with the calls: the median.
+    /// The speed at which the same number of threads read memory with plain loads, in passes that
+    /// took turns with the calls: the median.
     pub dram_gbps: f64,
     /// The fastest of these passes.
     pub dram_best_gbps: f64,
     /// `gbps / dram_gbps`.
     pub fraction: f64,
-    /// Of several threads: [`line_ns`] before and after, which tells on a machine of two cores how much of the
-    /// way to memory they share. Figures with another distance are not to be compared.
+    /// Of several threads: [`line_ns`] before and after, which tells on a machine of two cores how
+    /// much of the way to memory they share. Figures with another distance are not to be compared.
     pub line_ns: Option<[f64; 2]>,
     /// Multiplications and additions a second, in 10⁹, two for each pair; 0 for append.
     pub gflops: f64,
     /// Calls that the median is over.
     pub calls: usize,
-    /// Of attention: how far it is off attention in f64 over the numbers before storage, at most, as a
-    /// part of the largest number of the result; over the first and the last new token.
+    /// Of attention: how far it is off attention in f64 over the numbers before storage, at most,
+    /// as a part of the largest number of the result; over the first and the last new token.
     pub error: Option<f64>,
     /// A hash of the outputs: equal between the modes of one format and shape.
     pub checksum: String,

@@ -3,9 +3,9 @@
 //!
 //! A few sequences run at once, each with a prompt that is written in one step and then a token a
 //! step; whoever is done makes room for the next. Both arms write the same bytes into blocks of the
-//! same size. They differ in where a block comes from: a free list over memory that has been touched
-//! once, as kvpool's pool is, or `calloc` and `free`. New memory has no pages until it is written, so
-//! that arm pays for page faults, and for giving pages back, in the middle of a step.
+//! same size. They differ in where a block comes from: a free list over memory that has been
+//! touched once, as kvpool's pool is, or `calloc` and `free`. New memory has no pages until it is
+//! written, so that arm pays for page faults, and for giving pages back, in the middle of a step.
 
 use std::time::Instant;
 

@@ -81,8 +81,8 @@ impl Cache {
 
     /// Keeps a place for a sequence, if `begin` would succeed now: nobody can take it before
     /// [`Cache::begin_reserved`]. Under static-batch it is a place in the batch that is being made
-    /// up, which it keeps when that runs, and in the next one when that has ended. Under max-utilization it is the first to go when
-    /// [`Cache::preempt_youngest`] is called.
+    /// up, which it keeps when that runs, and in the next one when that has ended. Under
+    /// max-utilization it is the first to go when [`Cache::preempt_youngest`] is called.
     ///
     /// # Errors
     /// As [`Cache::begin`].

@@ -128,7 +128,8 @@ impl Cache {
             for number in [record.len, record.high_water, record.limit] {
                 digest.push(u64::from(number));
             }
-            // Left out: `written`, `table_version` and `last_step`, which a cancelled step raises too.
+            // Left out: `written`, `table_version` and `last_step`, which a cancelled step raises
+            // too.
             if record.alive {
                 digest.push(u64::from(record.reserved));
                 digest.push(record.begun);

@@ -3,8 +3,8 @@
 //! Which block or slot it is that holds something changes nothing that a caller can see, nor do the
 //! counters, nor how a cache came to where it is. Here blocks and slots are named by where they are
 //! met, so that states that differ in names alone have the same digest, and the search goes on from
-//! one of them. What is left out must change nothing later, so the bytes that some sequence may come
-//! to read are part of it.
+//! one of them. What is left out must change nothing later, so the bytes that some sequence may
+//! come to read are part of it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -40,10 +40,10 @@ impl Names {
 }
 
 impl Cache {
-    /// A digest of everything that later verbs depend on, and of every byte that a sequence may come
-    /// to read, but for the names of blocks and slots, the counters and the numbers of events. Each
-    /// live sequence comes with a word of the caller's, which is part of it; in which order they
-    /// come changes nothing.
+    /// A digest of everything that later verbs depend on, and of every byte that a sequence may
+    /// come to read, but for the names of blocks and slots, the counters and the numbers of events.
+    /// Each live sequence comes with a word of the caller's, which is part of it; in which order
+    /// they come changes nothing.
     ///
     /// In a plan with contiguous layers the names of slots count: of two that give as much of a
     /// prefix, a new sequence copies from the lower one.

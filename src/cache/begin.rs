@@ -82,10 +82,10 @@ impl Cache {
     /// ones, and a step may find too few. Either way a sequence that could not finish in an empty
     /// pool is refused, so give `max_len` where it is known.
     ///
-    /// What the cache has of the prompt is the sequence's from here on, without computing: its whole
-    /// blocks, and of the block behind them the tokens that match, if there is room to copy them.
-    /// (For these the 32 newest continuations are compared, so behind a prompt that goes on in
-    /// very many ways a match in part may be missed; one of a whole block never is.)
+    /// What the cache has of the prompt is the sequence's from here on, without computing: its
+    /// whole blocks, and of the block behind them the tokens that match, if there is room to copy
+    /// them. (For these the 32 newest continuations are compared, so behind a prompt that goes on
+    /// in very many ways a match in part may be missed; one of a whole block never is.)
     ///
     /// What is cached keeps the highest priority that anyone asked for it.
     ///

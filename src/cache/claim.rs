@@ -75,8 +75,8 @@ impl Cache {
     }
 
     /// Whether a group has room to copy a part of a block, the block that it is copied to aside,
-    /// which the sequence has counted: the source must not be evicted meanwhile, which costs a block
-    /// until the verb ends if it was cached.
+    /// which the sequence has counted: the source must not be evicted meanwhile, which costs a
+    /// block until the verb ends if it was cached.
     ///
     /// Alone, a sequence may use for that what others were promised, as long as there is a block to
     /// copy to; and a source that will be taken over costs nothing. In a batch others claim, too,

@@ -17,8 +17,8 @@ impl Step<'_> {
     /// So a graph can capture them, once. For a later step it is played again after that step has
     /// been prepared, in place of these calls, with [`Step::mark_appended`] for each layer. The
     /// tensors stay where they are, with room for the tokens of any step. A step that was not
-    /// prepared, or a verb that copies or waits, is refused while the stream is captured, and spoils
-    /// neither the capture nor the cache.
+    /// prepared, or a verb that copies or waits, is refused while the stream is captured, and
+    /// spoils neither the capture nor the cache.
     ///
     /// # Errors
     /// A device that computes in the host's memory, or what the driver says.
@@ -40,10 +40,10 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Puts a group's tables of the step into the device's memory, in the order of its stream, for an
-    /// engine's own kernels in that stream; says where they are. The places are the same for every
-    /// step. Of a paged group also the blocks: `csr` in compressed sparse row form, `dense` as whole
-    /// rows, which are far more bytes.
+    /// Puts a group's tables of the step into the device's memory, in the order of its stream, for
+    /// an engine's own kernels in that stream; says where they are. The places are the same for
+    /// every step. Of a paged group also the blocks: `csr` in compressed sparse row form, `dense`
+    /// as whole rows, which are far more bytes.
     ///
     /// # Errors
     /// A group that does not exist; a device that computes in the host's memory, where

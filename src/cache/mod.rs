@@ -6,8 +6,8 @@
 //!
 //! **Threads.** A cache is used by one thread at a time: the verbs that change anything take
 //! `&mut self`, and a [`Step`] borrows the cache for as long as it is open. Kernels run on the
-//! device's own workers, inside the call. A `Cache` can be moved to another thread. What runs beside
-//! a writer, on any thread, is a [`Prober`].
+//! device's own workers, inside the call. A `Cache` can be moved to another thread. What runs
+//! beside a writer, on any thread, is a [`Prober`].
 //!
 //! **Order within a step.** [`Cache::reserve`] → for each layer [`Step::append`], then
 //! [`Step::attend`] → [`Step::commit`]. A step that is dropped is cancelled.
@@ -224,8 +224,8 @@ impl Cache {
         self.pool.device.info()
     }
 
-    /// The threads that append and attend, where they are the host's: an engine that multiplies on the
-    /// host can do it on these, and needs none beside them.
+    /// The threads that append and attend, where they are the host's: an engine that multiplies on
+    /// the host can do it on these, and needs none beside them.
     #[must_use]
     pub fn threads(&self) -> Option<&Threads> {
         self.pool.device.threads()

@@ -18,9 +18,9 @@ pub struct Preempted {
 }
 
 impl Cache {
-    /// Under max-utilization, when a step finds too few blocks: cancels the youngest reservation, or,
-    /// where there is none, releases the youngest sequence, to be begun again with all its tokens.
-    /// Never the only one that runs, so the oldest always ends.
+    /// Under max-utilization, when a step finds too few blocks: cancels the youngest reservation,
+    /// or, where there is none, releases the youngest sequence, to be begun again with all its
+    /// tokens. Never the only one that runs, so the oldest always ends.
     ///
     /// From then on until a sequence is released, `begin` leaves a block free for each sequence
     /// that runs: what comes back is not the next to go, so that preemption cannot ping-pong.

@@ -2,8 +2,9 @@
 //!
 //! A block's priority decides when it is evicted (`pool/lru.rs`). The range of tokens that gave it
 //! may have a time limit; when it has passed since the block was last held, the block falls back
-//! to the default, as the youngest of that class. Time is what the caller says it is ([`Cache::set_time_ms`]): nothing here looks
-//! at a clock, so the same calls give the same evictions (P10).
+//! to the default, as the youngest of that class. Time is what the caller says it is
+//! ([`Cache::set_time_ms`]): nothing here looks at a clock, so the same calls give the same
+//! evictions (P10).
 
 use super::reuse::Reuse;
 use super::{Cache, SeqHandle};
@@ -355,8 +356,8 @@ impl Cache {
         }
     }
 
-    /// A block that counted for `class` is no child of this one any more, which may have counted for
-    /// as much because of it.
+    /// A block that counted for `class` is no child of this one any more, which may have counted
+    /// for as much because of it.
     pub(super) fn lose_child(&mut self, parent: u32, class: u8) {
         let Some(index) = self.index().filter(|_| parent != NO_BLOCK) else { return };
         let own = index.own_class(parent);

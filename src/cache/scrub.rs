@@ -1,17 +1,17 @@
 //! Zeroing what was given back, where `pool.scrub` asks for it.
 //!
-//! A block that comes to the free list is *dirty*. Under `"on-release"` the verb that freed it zeroes
-//! it before it returns; under `"on-reuse"` whoever takes it does. (So does a block that is freed and
-//! taken within one verb, and one whose zeroing the device refused.) What is cached has not been
-//! given back: it is zeroed when it is evicted, or when somebody takes a part of it over.
+//! A block that comes to the free list is *dirty*. Under `"on-release"` the verb that freed it
+//! zeroes it before it returns; under `"on-reuse"` whoever takes it does. (So does a block that is
+//! freed and taken within one verb, and one whose zeroing the device refused.) What is cached has
+//! not been given back: it is zeroed when it is evicted, or when somebody takes a part of it over.
 //!
 //! Tokens that end before their block or slot does, because they were rewound or their step was
 //! cancelled, are zeroed at once under `"on-release"`; of a block that others hold too, what lies
 //! behind the longest of them. Under `"on-reuse"` they are the same sequence's until it ends.
 //!
-//! A slot of contiguous groups is zeroed as far as it was ever written (`SeqRecord::dirty`), but for
-//! what the next sequence takes over or what is kept for one to come. Tokens that have left a window
-//! stay with their block or ring as long as the sequence holds that.
+//! A slot of contiguous groups is zeroed as far as it was ever written (`SeqRecord::dirty`), but
+//! for what the next sequence takes over or what is kept for one to come. Tokens that have left a
+//! window stay with their block or ring as long as the sequence holds that.
 
 use super::{Cache, group_idx};
 use crate::config::Scrub;
@@ -134,8 +134,8 @@ impl Cache {
         let _ = self.scrub_tokens(group, block, tokens);
     }
 
-    /// A block is not shareable any more: what lies behind the longest of those who hold a part of it
-    /// was kept for others until now.
+    /// A block is not shareable any more: what lies behind the longest of those who hold a part of
+    /// it was kept for others until now.
     pub(super) fn scrub_unshared(&mut self, group: usize, block: BlockId) {
         if !self.scrubs_at_once() || block.0 == NO_BLOCK {
             return;
@@ -160,8 +160,8 @@ impl Cache {
         }
     }
 
-    /// Zeroes the tokens `from..to` of a sequence that it does not have any more, after it has given
-    /// its blocks back.
+    /// Zeroes the tokens `from..to` of a sequence that it does not have any more, after it has
+    /// given its blocks back.
     pub(super) fn scrub_cut(&mut self, slot: u32, from: u32, to: u32) {
         if !self.scrubs_at_once() || from >= to {
             return;
@@ -213,8 +213,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Zeroes what a slot's contiguous groups hold beyond the first `len` tokens of what was written
-    /// last: of earlier sequences, or of this one.
+    /// Zeroes what a slot's contiguous groups hold beyond the first `len` tokens of what was
+    /// written last: of earlier sequences, or of this one.
     fn scrub_slot(&mut self, slot: u32, len: u32) -> Result<(), DeviceError> {
         let record = self.seqs.record(slot);
         let (written, dirty) = (record.written, record.dirty.max(record.written));
@@ -230,8 +230,8 @@ impl Cache {
         Ok(())
     }
 
-    /// The tokens of a slot that are none of its first `len`, as far as positions below `dirty` were
-    /// ever written to it. At most three runs.
+    /// The tokens of a slot that are none of its first `len`, as far as positions below `dirty`
+    /// were ever written to it. At most three runs.
     fn stale_tokens(&self, group: usize, len: u32, written: u32, dirty: u32) -> [Tokens; 3] {
         let layout = &self.plan.groups[group].layout;
         let used = dirty.min(layout.unit_tokens);
@@ -255,8 +255,8 @@ impl Cache {
         }
     }
 
-    /// A slot is about to be filled otherwise than by steps: zeroes all of it, where anything is ever
-    /// zeroed.
+    /// A slot is about to be filled otherwise than by steps: zeroes all of it, where anything is
+    /// ever zeroed.
     pub(super) fn scrub_whole_slot(&mut self, slot: u32) -> Result<(), DeviceError> {
         let record = self.seqs.record(slot);
         if self.scrubs() && record.dirty.max(record.written) > 0 {

@@ -57,8 +57,8 @@ pub(super) struct SeqRecord {
     pub(super) limit: u32,
     /// Tokens from the first on whose ids are known. More than `len` while a prompt is prefilled.
     pub(super) known: u32,
-    /// The most tokens that were ever written to the slot, cancelled steps included, since it began or
-    /// was rewound to none; outlives the sequence, because the bytes do.
+    /// The most tokens that were ever written to the slot, cancelled steps included, since it began
+    /// or was rewound to none; outlives the sequence, because the bytes do.
     pub(super) written: u32,
     /// The same of those before it in the slot, as far as they were not zeroed.
     pub(super) dirty: u32,

@@ -75,8 +75,8 @@ impl Cache {
 }
 
 impl Cache {
-    /// The entry for which the last [`Cache::reserve_items`] was refused; `None` where it was for all
-    /// of them together.
+    /// The entry for which the last [`Cache::reserve_items`] was refused; `None` where it was for
+    /// all of them together.
     pub(crate) const fn refused_item(&self) -> Option<usize> {
         self.batch.refused_at()
     }
@@ -119,7 +119,8 @@ impl Cache {
         Ok(Step { cache: self, open: true })
     }
 
-    /// Cancels the step that is open, if one is, whoever has its [`StepId`]; says whether there was one.
+    /// Cancels the step that is open, if one is, whoever has its [`StepId`]; says whether there was
+    /// one.
     pub fn cancel_open_step(&mut self) -> bool {
         let open = self.has_open_step();
         self.abandon_step();

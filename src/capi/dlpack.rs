@@ -1,8 +1,8 @@
 //! Views of layers as DLPack tensors (<https://dmlc.github.io/dlpack/latest/c_api.html>).
 //!
 //! The descriptors are allocated when the cache is opened, and lent: a deleter puts its descriptor
-//! back. One that is out shares the cache's object, so the pool's memory outlives the cache's handle
-//! for as long as anybody looks at it.
+//! back. One that is out shares the cache's object, so the pool's memory outlives the cache's
+//! handle for as long as anybody looks at it.
 
 use std::ffi::c_void;
 use std::ptr::{null_mut, with_exposed_provenance_mut};
@@ -74,8 +74,8 @@ struct View {
     owner: Option<Arc<Object>>,
 }
 
-/// A view's own memory. (An array, since only of vectors and slices can a box be asked for that may be
-/// refused.)
+/// A view's own memory. (An array, since only of vectors and slices can a box be asked for that may
+/// be refused.)
 type OwnView = Box<[View; 1]>;
 
 /// The descriptors of a cache. One that is out stays where it is, and is its box.

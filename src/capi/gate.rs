@@ -1,7 +1,7 @@
 //! Who may enter a cache, and what a panic or the end of it leaves for those who come later.
 //!
-//! One verb at a time, and another at the same time is refused, not kept waiting: it would be a caller's
-//! mistake that shows only when it is slow. Readers wait for each other and for the verb.
+//! One verb at a time, and another at the same time is refused, not kept waiting: it would be a
+//! caller's mistake that shows only when it is slow. Readers wait for each other and for the verb.
 //!
 //! `loom` goes through the interleavings of small cases (`.ci/run`, or
 //! `RUSTFLAGS="--cfg loom" cargo test --release --lib loom_`).
@@ -74,11 +74,12 @@ impl<T> Gate<T> {
         Ok(value)
     }
 
-    /// Enters for the last time, also what met a panic before; whoever waits, or has looked it up, is told
-    /// that it is gone.
+    /// Enters for the last time, also what met a panic before; whoever waits, or has looked it up,
+    /// is told that it is gone.
     ///
     /// # Errors
-    /// [`CallError::Busy`] while a verb is inside, [`CallError::StaleHandle`] if another has closed it.
+    /// [`CallError::Busy`] while a verb is inside, [`CallError::StaleHandle`] if another has closed
+    /// it.
     pub(super) fn close(&self) -> Result<(Inside<'_>, Turn<'_, T>), CallError> {
         let inside = self.claim()?;
         let value = self.value.lock();
@@ -125,8 +126,8 @@ mod loom_tests {
         Ok(())
     }
 
-    /// Verbs at the same time: what was let in has counted, and nothing else; the last one finds the
-    /// gate free.
+    /// Verbs at the same time: what was let in has counted, and nothing else; the last one finds
+    /// the gate free.
     #[test]
     fn loom_one_verb_at_a_time() {
         model(|| {

@@ -15,11 +15,11 @@
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
 //! that the header declares) are made by `csrc/bindings.sh`.
 //!
-//! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions and unit tests check: a
-//! cache's own mutex (`gate.rs`; `turns.rs` says in which order it is given), its DLPack views
-//! (`dlpack.rs`), the table of objects (`registry.rs`, for the time of a look-up). A verb claims the
-//! cache before it takes the mutex, so a second verb is refused rather than kept waiting; a reader
-//! waits for the verb that is under way, and a verb for the readers that are.
+//! **Locks.** `device/rank.rs` has them and their order, which builds with debug assertions and
+//! unit tests check: a cache's own mutex (`gate.rs`; `turns.rs` says in which order it is given),
+//! its DLPack views (`dlpack.rs`), the table of objects (`registry.rs`, for the time of a look-up).
+//! A verb claims the cache before it takes the mutex, so a second verb is refused rather than kept
+//! waiting; a reader waits for the verb that is under way, and a verb for the readers that are.
 
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "kvpool.h documents the functions")]
 #![allow(non_camel_case_types, reason = "the header's names")]

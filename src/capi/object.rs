@@ -65,16 +65,16 @@ thread_local! {
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a function of the caller's from within a verb. It may call what never waits, and no verb or
-/// reader of any cache: two threads that waited for each other's caches would do so for ever.
+/// Calls a function of the caller's from within a verb. It may call what never waits, and no verb
+/// or reader of any cache: two threads that waited for each other's caches would do so for ever.
 pub(super) fn call_back(callback: impl FnOnce()) {
     let outer = IN_CALLBACK.replace(true);
     callback();
     IN_CALLBACK.set(outer);
 }
 
-/// Refuses a verb or reader from within a callback: it would wait for this cache's readers while the
-/// callback's own are kept waiting.
+/// Refuses a verb or reader from within a callback: it would wait for this cache's readers while
+/// the callback's own are kept waiting.
 fn check_no_callback() -> Result<(), CallError> {
     if IN_CALLBACK.get() { Err(CallError::InCallback) } else { Ok(()) }
 }

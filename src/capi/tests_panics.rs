@@ -165,8 +165,8 @@ fn script(cache: kvpool_cache_t) -> Said {
     said
 }
 
-/// Whichever call of the device panics, its verb or reader says so, all later ones say that the cache
-/// is of no use any more, and others are not concerned.
+/// Whichever call of the device panics, its verb or reader says so, all later ones say that the
+/// cache is of no use any more, and others are not concerned.
 #[test]
 fn edge_58_a_panic_in_the_middle_of_a_verb_or_a_reader() {
     let mut where_it_was = Vec::new();

@@ -37,7 +37,8 @@ enum What {
     Append(KernelArgs),
     /// Measure attention of many new tokens
     Prefill(KernelArgs),
-    /// Measure how long a cache line takes between two cores: those of a chiplet share its way to memory
+    /// Measure how long a cache line takes between two cores: those of a chiplet share its way to
+    /// memory
     Cores,
     /// Measure the manager alone: blocks, prefix index, steps; no K and V
     #[command(after_help = cases())]
@@ -339,7 +340,8 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
     table
 }
 
-/// How many threads; of several, how far from each other before and after, or once where that is alike.
+/// How many threads; of several, how far from each other before and after, or once where that is
+/// alike.
 fn threads(one: &Measurement) -> String {
     let Some([before, after]) = one.line_ns else { return one.threads.to_string() };
     let (least, most) = (before.min(after), before.max(after));

@@ -29,8 +29,8 @@ pub(super) struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// Makes the folder, before the work and not after it, and reads what an earlier run has written
-    /// there, if that is wanted.
+    /// Makes the folder, before the work and not after it, and reads what an earlier run has
+    /// written there, if that is wanted.
     pub(super) fn before<T>(
         &self,
         read: fn(&Path) -> Result<Option<T>, JobError>,
@@ -52,7 +52,8 @@ impl Options<'_> {
         })
     }
 
-    /// Prints the document, writes the files, warns, and fails where something is not as it must be.
+    /// Prints the document, writes the files, warns, and fails where something is not as it must
+    /// be.
     pub(super) fn conclude(
         &self,
         document: &str,

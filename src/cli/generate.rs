@@ -23,8 +23,8 @@ pub(super) struct GenerateArgs {
     /// Write on from this text, to the standard output
     #[arg(long, value_name = "TEXT", required_unless_present = "batch", conflicts_with = "batch")]
     prompt: Option<String>,
-    /// Write on from the prompts of a file, a JSON object a line: {"prompt": "…"}, and any of id, n,
-    /// max_tokens, temperature, top_p, seed, stop
+    /// Write on from the prompts of a file, a JSON object a line: {"prompt": "…"}, and any of id,
+    /// n, max_tokens, temperature, top_p, seed, stop
     #[arg(long, value_name = "FILE", requires = "out")]
     batch: Option<PathBuf>,
     /// With --batch: the file of completions, a line each when it is done; it must not be there yet
@@ -40,7 +40,8 @@ pub(super) struct GenerateArgs {
     /// Tokens of an answer at most [default: that of the file's [generate], or 256]
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..))]
     max_tokens: Option<u32>,
-    /// Divides the scores of the tokens; 0 always takes the best [default: that of [generate], or 0]
+    /// Divides the scores of the tokens; 0 always takes the best [default: that of [generate], or
+    /// 0]
     #[arg(long, value_name = "T")]
     temperature: Option<f32>,
     /// Consider only the most likely tokens, until their shares come to this [default: that of

@@ -338,16 +338,16 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
 /// The status of a program that was ended by Ctrl-C, as shells have it.
 const INTERRUPTED: i32 = 130;
 
-/// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call on
-/// that is all that these do; the second time they end the program, whatever it is doing.
+/// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call
+/// on that is all that these do; the second time they end the program, whatever it is doing.
 ///
 /// No thread waits for signals: one that came to run late would allocate while a job is measured.
 fn stopped_by_signals() -> &'static AtomicBool {
     static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
         let stop = Arc::default();
         for signal in [consts::SIGINT, consts::SIGTERM] {
-            // In this order, so that the first one does not end the program. Where signals cannot be
-            // caught, the default does.
+            // In this order, so that the first one does not end the program. Where signals cannot
+            // be caught, the default does.
             let _ = flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(&stop));
             let _ = flag::register(signal, Arc::clone(&stop));
         }

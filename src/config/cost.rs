@@ -30,7 +30,8 @@ pub struct CostConfig {
     /// as prefill.
     #[serde(default)]
     pub token_us: f64,
-    /// Bytes of the model's weights, which every step reads once. 0: only the cache's own are counted.
+    /// Bytes of the model's weights, which every step reads once. 0: only the cache's own are
+    /// counted.
     #[serde(deserialize_with = "super::load::size_or_none")]
     pub weight_bytes: Bytes,
 }

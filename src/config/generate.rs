@@ -16,8 +16,8 @@ pub const MAX_ANSWERS: u32 = 1024;
 pub struct GenerateConfig {
     /// What completes the prompts.
     pub engine: GenerateEngine,
-    /// The file of prompts, a JSON object a line. A relative path starts from the current directory,
-    /// since prompts usually do not lie beside the configuration.
+    /// The file of prompts, a JSON object a line. A relative path starts from the current
+    /// directory, since prompts usually do not lie beside the configuration.
     pub prompts: PathBuf,
     /// Answers to a prompt.
     #[serde(default = "one")]
@@ -40,8 +40,8 @@ pub struct GenerateConfig {
     /// Whether an answer goes on behind the tokens that end one.
     #[serde(default)]
     pub ignore_end: bool,
-    /// Whether Q, K and V are turned by a Walsh-Hadamard matrix before they are stored, and outputs back:
-    /// INT8 then loses less. The engine rotates K by its position itself, in front of that.
+    /// Whether Q, K and V are turned by a Walsh-Hadamard matrix before they are stored, and outputs
+    /// back: INT8 then loses less. The engine rotates K by its position itself, in front of that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub spread: bool,
 }

@@ -66,7 +66,8 @@ pub struct Config {
     /// library.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workload: Option<WorkloadConfig>,
-    /// Prompts that `kvpool run` has the model of `model.file` complete, in the place of a workload.
+    /// Prompts that `kvpool run` has the model of `model.file` complete, in the place of a
+    /// workload.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generate: Option<GenerateConfig>,
     /// How long a step takes on the simulated clock of a job that computes nothing.
@@ -83,8 +84,8 @@ pub struct Config {
     pub sweep: Vec<SweepConfig>,
 }
 
-/// `[model]`: exactly one of a preset, a Hugging Face `config.json`, a file with the model's weights,
-/// or the numbers themselves.
+/// `[model]`: exactly one of a preset, a Hugging Face `config.json`, a file with the model's
+/// weights, or the numbers themselves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
@@ -94,12 +95,13 @@ pub struct ModelConfig {
     /// A Hugging Face `config.json`; a relative path starts from the folder of the TOML file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hf_config: Option<PathBuf>,
-    /// A file with the model's weights, GGUF or llama2.c's legacy export; a relative path starts from
-    /// the folder of the TOML file. It says how K is rotated, too, so that `[rope]` is not needed.
+    /// A file with the model's weights, GGUF or llama2.c's legacy export; a relative path starts
+    /// from the folder of the TOML file. It says how K is rotated, too, so that `[rope]` is not
+    /// needed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// The tokenizer of a file of llama2.c's, which has none inside; a relative path starts from the
-    /// folder of the TOML file.
+    /// The tokenizer of a file of llama2.c's, which has none inside; a relative path starts from
+    /// the folder of the TOML file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// Transformer layers that keep K and V.
@@ -351,8 +353,8 @@ pub enum Capacity {
     /// As much as fits in this many bytes, but no more than the worst case.
     Budget(crate::units::Bytes),
     /// As much as fits in so many hundredths of the memory that the device has free, but no more
-    /// than the worst case. [`resolve_budget`](crate::device::resolve_budget) turns it into bytes, once, before the plan
-    /// is made.
+    /// than the worst case. [`resolve_budget`](crate::device::resolve_budget) turns it into bytes,
+    /// once, before the plan is made.
     BudgetPercent(u8),
 }
 

@@ -31,8 +31,9 @@ pub struct WorkloadConfig {
     /// behind a shared prefix and the earlier turns of its conversation where there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_tokens: Option<LengthDistribution>,
-    /// How long outputs are: of a `generator`, and of the requests of an `openai-jsonl`, where each is
-    /// cut off at the request's `max_tokens`. Without it an answer of these counts as long as that.
+    /// How long outputs are: of a `generator`, and of the requests of an `openai-jsonl`, where each
+    /// is cut off at the request's `max_tokens`. Without it an answer of these counts as long as
+    /// that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_tokens: Option<LengthDistribution>,
     /// `generator` only: how long the shared prefixes (system prompts) are. Each request's prompt
@@ -48,8 +49,8 @@ pub struct WorkloadConfig {
     /// the turn before it is done. Without it, every request stands alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turns: Option<LengthDistribution>,
-    /// `generator` with `compute = "none"` only: how many answers each prompt has. All but the first
-    /// are forks of its sequence; each is a request. Without it, one.
+    /// `generator` with `compute = "none"` only: how many answers each prompt has. All but the
+    /// first are forks of its sequence; each is a request. Without it, one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub answers: Option<LengthDistribution>,
     /// How many conversations are open at once: the next one opens when one ends. Without it all
@@ -71,8 +72,8 @@ pub struct WorkloadConfig {
     /// How long a tool takes, in milliseconds of the simulated clock. Only with `tool_calls`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_ms: Option<LengthDistribution>,
-    /// `openai-jsonl` only: the `tokenizer.json` that a model comes with. A relative path starts from
-    /// the current directory. Prompts that are lists of tokens need none.
+    /// `openai-jsonl` only: the `tokenizer.json` that a model comes with. A relative path starts
+    /// from the current directory. Prompts that are lists of tokens need none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
     /// Traces only: every length of the trace is multiplied by this and rounded up to a whole
@@ -149,8 +150,8 @@ pub enum WorkloadKind {
     MooncakeJsonl,
     /// Read from a table of lengths, with or without arrivals.
     LengthsCsv,
-    /// Read from requests in OpenAI's form, a JSON object a line: prompts and chats, alone or as the
-    /// `body` of a batch. The tokens of texts are counted with `tokenizer`.
+    /// Read from requests in OpenAI's form, a JSON object a line: prompts and chats, alone or as
+    /// the `body` of a batch. The tokens of texts are counted with `tokenizer`.
     OpenaiJsonl,
 }
 

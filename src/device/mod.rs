@@ -41,9 +41,9 @@ pub struct DeviceInfo {
     /// or `none` for a device without memory.
     pub kind: &'static str,
     /// The kernels chosen at open: `reference`, `portable`, `avx2`, `avx512`, `avx512+vnni`
-    /// (with VNNI for INT8), `avx512+vnni+bf16` (and BF16 in two terms for bfloat16 where query heads share a KV head) or
-    /// `avx512-bf16` (in one term); `plain` or `tensor-cores` on a GPU; `none` for a device without
-    /// memory.
+    /// (with VNNI for INT8), `avx512+vnni+bf16` (and BF16 in two terms for bfloat16 where query
+    /// heads share a KV head) or `avx512-bf16` (in one term); `plain` or `tensor-cores` on a GPU;
+    /// `none` for a device without memory.
     pub kernel: &'static str,
     /// Threads that compute, the calling one included; multiprocessors of a GPU.
     pub threads: u32,
@@ -344,8 +344,8 @@ pub trait Device: Send + fmt::Debug {
     /// an engine's own kernels in that stream.
     ///
     /// # Errors
-    /// [`DeviceError::HostTensorsOnly`] where the host's tables are all there is, or what the driver
-    /// says.
+    /// [`DeviceError::HostTensorsOnly`] where the host's tables are all there is, or what the
+    /// driver says.
     fn upload_tables(&mut self, args: &TablesUpload<'_>) -> Result<DeviceTables, DeviceError> {
         let _ = args;
         Err(DeviceError::HostTensorsOnly { kind: self.info().kind })
@@ -409,8 +409,8 @@ pub trait Device: Send + fmt::Debug {
 
     /// As [`Device::copy_tokens`], but the copy may only be noted down: [`Device::submit`] makes
     /// what was noted in as few launches as there are layer groups. Until then nothing but further
-    /// copies and fillings may be asked for. They take effect in the order of the calls. When a launch fails,
-    /// nothing that was noted down is left.
+    /// copies and fillings may be asked for. They take effect in the order of the calls. When a
+    /// launch fails, nothing that was noted down is left.
     ///
     /// # Errors
     /// As [`Device::copy_tokens`].
@@ -432,8 +432,8 @@ pub trait Device: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Sets some tokens of a unit to `byte`, behind all copies that were noted down: K, V and scales
-    /// of every layer and head, and no byte more. Gives how many bytes.
+    /// Sets some tokens of a unit to `byte`, behind all copies that were noted down: K, V and
+    /// scales of every layer and head, and no byte more. Gives how many bytes.
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].

@@ -1,4 +1,5 @@
-//! The order in which locks are taken, and a check of it in builds with debug assertions and in unit tests.
+//! The order in which locks are taken, and a check of it in builds with debug assertions and in
+//! unit tests.
 //!
 //! | rank | lock | held for |
 //! |---|---|---|
@@ -8,13 +9,13 @@
 //! | 4 | `capi::registry`: the objects behind handles | a look-up |
 //!
 //! A thread that holds one takes none of the same or a lower rank, so no two threads can wait for
-//! each other. A callback, during which its cache is held, takes views and the registry at most: verbs and
-//! readers of every cache are refused in it.
+//! each other. A callback, during which its cache is held, takes views and the registry at most:
+//! verbs and readers of every cache are refused in it.
 //!
-//! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on which the
-//! CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out memory at open
-//! (`cpu/memory.rs`). That in front of these threads (`cpu/threads.rs`) is only tried, and nobody waits for
-//! it. Probers take no lock.
+//! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on
+//! which the CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out
+//! memory at open (`cpu/memory.rs`). That in front of these threads (`cpu/threads.rs`) is only
+//! tried, and nobody waits for it. Probers take no lock.
 
 use std::marker::PhantomData;
 

@@ -337,11 +337,11 @@ pub enum CacheError {
         /// How many of them are reservations.
         reserved: u32,
     },
-    /// The device failed. Sequences, their tokens and what they were promised are as they were, and the
-    /// verb can be called again. What the verb had evicted, taken over or withdrawn from the index to
-    /// make room for it before it came to the device does not come back, and free and cached blocks
-    /// may have another order. After an error that ends a GPU's context every verb that needs the
-    /// device says so, until the cache is closed.
+    /// The device failed. Sequences, their tokens and what they were promised are as they were, and
+    /// the verb can be called again. What the verb had evicted, taken over or withdrawn from the
+    /// index to make room for it before it came to the device does not come back, and free and
+    /// cached blocks may have another order. After an error that ends a GPU's context every verb
+    /// that needs the device says so, until the cache is closed.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }

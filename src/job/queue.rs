@@ -12,8 +12,8 @@ pub(super) struct Queue<'a> {
     requests: &'a [Request],
     /// Which requests were not refused for ever. `[requests]`
     accepted: Vec<bool>,
-    /// Which of them are forked from the one before them that is not, and do not come by themselves.
-    /// `[requests]`
+    /// Which of them are forked from the one before them that is not, and do not come by
+    /// themselves. `[requests]`
     forked: Vec<bool>,
     /// When each arrived. `[requests]`
     arrived_ns: Vec<u64>,
@@ -52,8 +52,8 @@ impl<'a> Queue<'a> {
     }
 
     /// Notes that a request can run. Requests are accepted in the order of the list: of the answers
-    /// to a prompt the first that is comes by itself, and those behind it are its forks. Says whether
-    /// it is the first.
+    /// to a prompt the first that is comes by itself, and those behind it are its forks. Says
+    /// whether it is the first.
     pub(super) fn accept(&mut self, index: usize) -> bool {
         let mut others = (1..=index).rev().take_while(|at| self.requests[*at].is_fork);
         let is_first = !others.any(|at| self.accepted[at - 1]);

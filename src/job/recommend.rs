@@ -44,8 +44,9 @@ pub struct Recommendation {
     pub smaller: Vec<VariantResult>,
     /// What candidates that cannot run say.
     pub refused: Vec<String>,
-    /// What each format that may be chosen costs in accuracy, where there is more than one. Static scales
-    /// are of the model's own K and V, which are not here: INT8 with these is not among them.
+    /// What each format that may be chosen costs in accuracy, where there is more than one. Static
+    /// scales are of the model's own K and V, which are not here: INT8 with these is not among
+    /// them.
     pub errors: Vec<FormatError>,
 }
 
@@ -68,8 +69,8 @@ pub fn different(formats: &[Format]) -> Vec<Format> {
     different
 }
 
-/// Replays the candidates of a file, its own variants aside. `formats` are those that may be chosen; one that
-/// is named twice counts once.
+/// Replays the candidates of a file, its own variants aside. `formats` are those that may be
+/// chosen; one that is named twice counts once.
 ///
 /// # Errors
 /// As [`replay`]; [`JobError::NoCandidate`] when no candidate can run.
@@ -111,8 +112,8 @@ pub fn recommend(
     Ok(Recommendation { config, best, ranked, smaller, refused, errors })
 }
 
-/// Computes attention in each of the formats but INT8 with static scales: two requests of 480 tokens through
-/// one layer with the model's heads, and compares outputs with f64.
+/// Computes attention in each of the formats but INT8 with static scales: two requests of 480
+/// tokens through one layer with the model's heads, and compares outputs with f64.
 fn measured_errors(source: &Source, formats: &[Format]) -> Result<Vec<FormatError>, JobError> {
     let Geometry { num_q_heads, num_kv_heads, head_dim, .. } = source.geometry;
     let scale = source.config.cache.int8.as_ref().map_or(ScaleKind::default(), |int8| int8.scale);

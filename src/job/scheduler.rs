@@ -24,9 +24,9 @@
 //! generates n tokens is preempted at most n times: preempt and resume cannot ping-pong without
 //! bound.
 //!
-//! **Other answers** to a prompt are forks of its sequence, made when the prompt is computed. One that
-//! the cache has no room for joins the queue like any other request. Where the first answer can never run,
-//! the others are forks of the first that can.
+//! **Other answers** to a prompt are forks of its sequence, made when the prompt is computed. One
+//! that the cache has no room for joins the queue like any other request. Where the first answer
+//! can never run, the others are forks of the first that can.
 //!
 //! **What can never run** is refused before the first step and never waits.
 //!

@@ -8,8 +8,9 @@
 //! have different tokens from the first on.
 //!
 //! **Memory.** A trace is read line by line. Of each request 72 bytes stay (a [`Request`]), and 8
-//! for each hash of its prompt (of a text, one for 8 tokens); nothing else of the file does. While hashes are read, the tree of
-//! all different prefixes is held too, about 24 bytes for each different hash.
+//! for each hash of its prompt (of a text, one for 8 tokens); nothing else of the file does. While
+//! hashes are read, the tree of all different prefixes is held too, about 24 bytes for each
+//! different hash.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

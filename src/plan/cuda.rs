@@ -233,8 +233,8 @@ impl Plan {
         Ok(CudaWorkspace { pinned_bytes: pinned, ..workspace })
     }
 
-    /// A group's tables, and the bytes of the largest part of them that is uploaded at once. `entries`: of
-    /// its block table.
+    /// A group's tables, and the bytes of the largest part of them that is uploaded at once.
+    /// `entries`: of its block table.
     fn carve_tables(
         &self,
         device: &mut Carver,

@@ -147,8 +147,8 @@ impl Plan {
     /// of a file are.
     ///
     /// # Errors
-    /// [`PlanError`] when a setting is out of range, settings contradict each other, a size overflows, or the capacity does
-    /// not hold a single unit.
+    /// [`PlanError`] when a setting is out of range, settings contradict each other, a size
+    /// overflows, or the capacity does not hold a single unit.
     pub fn new(config: &Config, geometry: &Geometry) -> Result<Self, PlanError> {
         verify(config, geometry).map_err(contradiction)?;
         Self::of(config, geometry)

@@ -87,8 +87,8 @@ impl Rope {
     }
 
     /// Rotates the vectors of one position as K is rotated on its way into the cache, bit for bit:
-    /// for queries that lie in host memory. `table`: [`Plan::rope_table_of`](super::Plan::rope_table_of);
-    /// `x`: `[heads, head_dim]`
+    /// for queries that lie in host memory. `table`:
+    /// [`Plan::rope_table_of`](super::Plan::rope_table_of); `x`: `[heads, head_dim]`
     pub fn rotate(&self, table: u32, position: u32, head_dim: u32, x: &mut [f32]) {
         let table = &self.tables[table as usize];
         for pair in 0..self.dims / 2 {

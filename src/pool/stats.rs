@@ -8,8 +8,8 @@ use crate::units::Bytes;
 
 /// Counters and gauges of a cache.
 ///
-/// Gauges: `seqs`, `used_bytes`, `held_bytes`, `promised_bytes`, `cached_bytes`. Everything else only
-/// grows.
+/// Gauges: `seqs`, `used_bytes`, `held_bytes`, `promised_bytes`, `cached_bytes`. Everything else
+/// only grows.
 /// `held_bytes + promised_bytes − used_bytes` is the waste: memory that no other sequence can
 /// have and that holds no token.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -63,7 +63,8 @@ pub struct Stats {
     pub prefix_partial_tokens: u64,
     /// Matches that a windowed group made shorter.
     pub window_misses: u64,
-    /// Matches that were shorter than in the index because no slot of contiguous groups had as much.
+    /// Matches that were shorter than in the index because no slot of contiguous groups had as
+    /// much.
     pub donor_misses: u64,
     /// Blocks made shareable.
     pub blocks_published: u64,

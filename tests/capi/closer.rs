@@ -33,8 +33,8 @@ fn what_is_in_braces_means_what_it_looks_like() {
     passes("braces", "csrc/tests/capi/braces.cpp", &["-O2"]);
 }
 
-/// Units with and without the compiler's exceptions, in either order of linking, in which the linker
-/// takes the first of what both define.
+/// Units with and without the compiler's exceptions, in either order of linking, in which the
+/// linker takes the first of what both define.
 #[test]
 fn units_with_and_without_exceptions_are_one_program() {
     let Some(compiler) = compiler("mixed.cpp") else { return };

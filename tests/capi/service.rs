@@ -158,7 +158,8 @@ fn the_service_ends_cleanly_in_the_middle() {
     assert!(told.filter(|told| *told).count() > 0, "{summary}");
 }
 
-/// A service that starts again finds what it had; a file that is none of its own does not stop it, and stays.
+/// A service that starts again finds what it had; a file that is none of its own does not stop it,
+/// and stays.
 #[test]
 fn the_service_starts_warm() {
     let Some((program, _)) = programs() else { return };

@@ -78,8 +78,8 @@ fn is_broken(error: &DeviceError) -> bool {
     matches!(error, DeviceError::CudaCall { code: 700, .. })
 }
 
-/// Each run of each kernel ends the context, in turn, from the first of an open on: it is said, what
-/// needs no device works, closing leaves nothing behind, and the next cache works.
+/// Each run of each kernel ends the context, in turn, from the first of an open on: it is said,
+/// what needs no device works, closing leaves nothing behind, and the next cache works.
 #[test]
 #[ignore = "started by cuda::a_context_that_broke_is_told_until_the_cache_is_closed"]
 fn edge_61_every_run_of_every_kernel_breaks_the_context() {

@@ -164,8 +164,8 @@ pub(crate) fn reset_counters() {
     unsafe { function() };
 }
 
-/// What is given back, and is not yet: memory, the host's too, modules, events, streams, and holds on
-/// the context.
+/// What is given back, and is not yet: memory, the host's too, modules, events, streams, and holds
+/// on the context.
 pub(crate) fn live() -> [u64; 8] {
     [
         "live_bytes",

@@ -44,8 +44,8 @@ fn again(arguments: &[&str], variables: &[(&str, &str)]) {
 
 /// Tests that are written for the CPU, on the CUDA device.
 fn run_suite(suite: &[&str]) {
-    // About the bookkeeping or files alone, most of them on a device without memory; about the scheduler;
-    // about the CPU device itself.
+    // About the bookkeeping or files alone, most of them on a device without memory; about the
+    // scheduler; about the CPU device itself.
     const SKIPPED: [&str; 24] = [
         "kernels_agree_with_the_reference",
         "a_million_operations_keep_the_sum",

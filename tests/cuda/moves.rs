@@ -102,8 +102,8 @@ fn what_is_filled_equals_the_cpus_and_takes_few_launches() {
                 bytes
             };
             assert!(all(&gpu) == all(&cpu), "{format:?} {scale:?} {mode:?}");
-            // At most 256 runs a launch; half of the layers are in a group of their own. What is not
-            // in use are a few stretches of a unit.
+            // At most 256 runs a launch; half of the layers are in a group of their own. What is
+            // not in use are a few stretches of a unit.
             let units: u32 = gpu.plan().groups.iter().map(|g| g.layout.units).sum();
             let most = if scales && gpu.plan().groups.len() == 1 { 2 } else { 1 };
             assert!(filled > 0 && filled <= u64::from(units) * 3 * most, "{filled}, {units} units");

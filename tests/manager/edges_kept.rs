@@ -1,4 +1,5 @@
-//! What is kept, and for whom: retention of blocks that are hit, and more tenants than numbers for them.
+//! What is kept, and for whom: retention of blocks that are hit, and more tenants than numbers for
+//! them.
 
 use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace, Retention, Retentions};
 use kvpool::config::CacheMode;
@@ -176,7 +177,8 @@ fn namespaces_are_not_used_up_for_ever() {
     assert!(found > 0, "the last tenant never finds its own prompt");
 }
 
-/// Ranges say how long blocks are kept: where nothing is kept in blocks they are refused, not ignored.
+/// Ranges say how long blocks are kept: where nothing is kept in blocks they are refused, not
+/// ignored.
 #[test]
 fn edge_64_retention_needs_blocks() {
     let retention = kept(90, None);

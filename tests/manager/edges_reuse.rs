@@ -398,8 +398,8 @@ fn edge_42_later_runs_of_a_prompt_give_the_same_output() {
 }
 
 /// Windowed layers have fewer blocks, and what they had of a prompt is evicted while the others
-/// still have all of it. Less is found than those have, it is counted, and the outputs are the same,
-/// four times over.
+/// still have all of it. Less is found than those have, it is counted, and the outputs are the
+/// same, four times over.
 #[test]
 fn edge_42_a_beginning_that_windowed_layers_lack() {
     let mut misses = 0;

@@ -1,4 +1,5 @@
-//! Pools with no block to spare: what was promised is there, and nothing that a match needs is missing.
+//! Pools with no block to spare: what was promised is there, and nothing that a match needs is
+//! missing.
 
 use kvpool::cache::{BeginOptions, Cache};
 use kvpool::config::{Admission, CacheMode, Capacity};

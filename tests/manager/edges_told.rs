@@ -1,4 +1,5 @@
-//! What the manager says of itself: handles of blocks, counters, texts, the audit; and how long one step may take.
+//! What the manager says of itself: handles of blocks, counters, texts, the audit; and how long one
+//! step may take.
 
 use std::time::{Duration, Instant};
 

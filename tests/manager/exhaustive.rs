@@ -1,6 +1,7 @@
 //! Every order of operations up to a depth of eight, on a pool of four blocks of two tokens with
 //! three sequences. Checked after each: invariants, that a refusal leaves no trace, that what was
-//! promised is there, that a hit is true and the estimate is the act, and K and V of every sequence.
+//! promised is there, that a hit is true and the estimate is the act, and K and V of every
+//! sequence.
 //!
 //! A configuration cannot ask for blocks of two tokens, because no kernel is made for less than
 //! eight. The manager has no such limit, so the plans here are made by `Plan::with_small_blocks`.

@@ -634,8 +634,8 @@ fn edge_54_a_restored_sequence_shares_what_it_has() {
                 new.cache.restore_sequence(&file, &RestoreOptions::default()).expect("taken");
             let restored = Line { seq: begun.sequence, ..line.clone() };
             new.check(&restored);
-            // While it lives, when it is gone, and shorter: whatever is found is right (checked when
-            // it begins), also where everything that nobody owns is poisoned.
+            // While it lives, when it is gone, and shorter: whatever is found is right (checked
+            // when it begins), also where everything that nobody owns is poisoned.
             for round in 0..2 {
                 new.cache.poison_unused(0xFF).expect("done");
                 for len in [10, 17, 30, 33, 47, 48] {

@@ -106,8 +106,8 @@ fn edge_54_any_bit_flipped() {
         let starts = records(&bytes);
         let mut new = windowed(holds.mode()).open();
         let mut rng = Rng(2);
-        // Every bit of the header (which is the same for all, so of one of them) and of the frames, and
-        // some of the rest.
+        // Every bit of the header (which is the same for all, so of one of them) and of the frames,
+        // and some of the rest.
         let step = if holds == Holds::Blocks { 1 } else { 37 };
         let mut bits: Vec<usize> = (0..starts[1] * 8).step_by(step).collect();
         bits.extend(starts[1..starts.len() - 1].iter().flat_map(|at| at * 8..at * 8 + 128));

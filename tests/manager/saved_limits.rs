@@ -24,8 +24,8 @@ fn record(kind: u32, payload: &[u8]) -> Vec<u8> {
 /// Tokens of a block.
 const TOKENS: u32 = 8;
 
-/// A block, of which the layer has zeros, or nothing. `parent`: `u32::MAX` for none; `id`: of all its
-/// tokens.
+/// A block, of which the layer has zeros, or nothing. `parent`: `u32::MAX` for none; `id`: of all
+/// its tokens.
 fn block(parent: u32, id: u32, layer: &[u8]) -> Vec<u8> {
     let namespace = u32::from(parent == u32::MAX);
     let mut payload = Vec::new();
@@ -91,8 +91,8 @@ fn restored_behind(window: u32, leaves: u32) -> u64 {
     restored.slots
 }
 
-/// What is not whole in a layer without a window is not looked at twice. What a layer with a window might take
-/// is, chain by chain, each of which may be as long as the file: not for ever.
+/// What is not whole in a layer without a window is not looked at twice. What a layer with a window
+/// might take is, chain by chain, each of which may be as long as the file: not for ever.
 #[test]
 fn edge_54_chains_in_vain_come_to_an_end() {
     for leaves in [20, 250] {

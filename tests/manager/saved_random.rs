@@ -89,8 +89,8 @@ fn spec(rng: &mut Rng) -> Spec {
     }
 }
 
-/// What the old cache finds, the new one finds, as far as its blocks can hold it; and everything that
-/// it finds is right, in K, in V and in attention.
+/// What the old cache finds, the new one finds, as far as its blocks can hold it; and everything
+/// that it finds is right, in K, in V and in attention.
 #[test]
 fn edge_54_random_states_come_back_in_other_plans() {
     let folder = Folder::new();

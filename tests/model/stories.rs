@@ -302,8 +302,8 @@ fn a_token_that_does_not_exist_is_refused_and_changes_nothing() {
     assert_eq!(best(&feed(&mut engine, &mut cache, seq, &[1])), 403);
 }
 
-/// Four prompts that begin with the same 100 tokens and come at once: the first reads them, the others
-/// wait that long, and find them. Without reuse nobody waits.
+/// Four prompts that begin with the same 100 tokens and come at once: the first reads them, the
+/// others wait that long, and find them. Without reuse nobody waits.
 #[test]
 fn what_another_is_reading_is_waited_for_and_read_once() {
     let Some(source) = configured("mode = 'paged', format = 'f16'") else { return };

@@ -150,8 +150,8 @@ impl PrefixIndex {
         self.shared.names.words(id)
     }
 
-    /// The number of a namespace of the present epoch, with one reference more; `None` when there is
-    /// no room for it.
+    /// The number of a namespace of the present epoch, with one reference more; `None` when there
+    /// is no room for it.
     pub(super) fn take_name(&mut self, words: &NameWords) -> Option<u32> {
         let Self { shared, names, .. } = self;
         let mut key = [0; namespaces::WORDS];

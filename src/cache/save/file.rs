@@ -104,8 +104,8 @@ impl Drop for Writer {
     }
 }
 
-/// Makes a new file and locks it. One that is there already was left by a writer that was killed, or
-/// is being written: then its writer has the lock. It is never written to, whoever made it.
+/// Makes a new file and locks it. One that is there already was left by a writer that was killed,
+/// or is being written: then its writer has the lock. It is never written to, whoever made it.
 fn make_own(part: &Path) -> Result<File, SaveError> {
     let failed = |error: std::io::Error| refused("creating the file", PATH, &error);
     let mut options = OpenOptions::new();
@@ -146,8 +146,8 @@ fn make_own(part: &Path) -> Result<File, SaveError> {
     Ok(file)
 }
 
-/// What opens a file and waits for nothing: a pipe that lies there would be waited for, for ever. `links`:
-/// whether they are followed.
+/// What opens a file and waits for nothing: a pipe that lies there would be waited for, for ever.
+/// `links`: whether they are followed.
 fn without_waiting(options: &mut OpenOptions, links: bool) -> &mut OpenOptions {
     #[cfg(unix)]
     {

@@ -1,7 +1,7 @@
 //! Save and restore: a sequence, or everything that is cached for reuse, in a file.
 //!
-//! The file knows tokens, layers and heads, no groups, modes or pools: any plan of the same geometry
-//! and format can take it, whatever its mode and block size (`docs/save-format.md`).
+//! The file knows tokens, layers and heads, no groups, modes or pools: any plan of the same
+//! geometry and format can take it, whatever its mode and block size (`docs/save-format.md`).
 //!
 //! - `format.rs`: the bytes. `file.rs`: the file, whole or not there. `fault.rs`: for tests.
 //! - `write.rs`, `prefixes.rs`: what is written, and in which order.
@@ -10,9 +10,9 @@
 //! - `sequence.rs`: one sequence.
 //!
 //! **Memory.** These verbs are the exception to "nothing is allocated after open": they allocate
-//! buffers of at most [`Plan::save_bytes`], whatever the size of the file, before anything changes, and give
-//! them back. They are called when a service starts or ends; kept from open on, the buffers would be
-//! idle memory all the time between.
+//! buffers of at most [`Plan::save_bytes`], whatever the size of the file, before anything changes,
+//! and give them back. They are called when a service starts or ends; kept from open on, the
+//! buffers would be idle memory all the time between.
 
 mod fault;
 mod file;
@@ -46,8 +46,8 @@ pub struct SaveOptions {
     /// What computes K and V: a name or digest of the weights. A restore must give the same, so
     /// that K and V of other weights are never taken for these. Absent is an id of its own.
     pub model: Option<KeyPart>,
-    /// Leaves out what has a salt, from its salt on: the file then holds nothing that was private. A
-    /// sequence is saved whole or, where it has a salt or the cache does not know, not at all.
+    /// Leaves out what has a salt, from its salt on: the file then holds nothing that was private.
+    /// A sequence is saved whole or, where it has a salt or the cache does not know, not at all.
     pub unsalted_only: bool,
 }
 
@@ -114,11 +114,11 @@ impl SaveCounts {
 }
 
 impl Cache {
-    /// Writes everything that is cached for reuse to a file: the blocks of the index and what belongs
-    /// to them in windowed layers, and the tokens that slots of contiguous layers keep; also what
-    /// sequences hold that are alive, as far as it is shareable. With tokens, salts, adapters,
-    /// models, priorities, and the order of eviction. Only the present epoch. Changes nothing. The
-    /// file of that name is replaced when the new one is whole and on the disk.
+    /// Writes everything that is cached for reuse to a file: the blocks of the index and what
+    /// belongs to them in windowed layers, and the tokens that slots of contiguous layers keep;
+    /// also what sequences hold that are alive, as far as it is shareable. With tokens, salts,
+    /// adapters, models, priorities, and the order of eviction. Only the present epoch. Changes
+    /// nothing. The file of that name is replaced when the new one is whole and on the disk.
     ///
     /// The file can be read by whoever may read it: prompts and salts are in it as they are.
     /// ([`SaveOptions::unsalted_only`].) It gets no rights but the owner's.
@@ -128,8 +128,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`SaveError::Cache`]: the plan shares nothing, or the device failed; [`SaveError::Io`],
-    /// [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it was, unless the error
-    /// says that the new one is in its place.
+    /// [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it was, unless the
+    /// error says that the new one is in its place.
     pub fn save_prefixes(&self, path: &Path, options: &SaveOptions) -> Result<Saved, SaveError> {
         if self.reuse.is_none() {
             return Err(CacheError::ReuseOff.into());
@@ -144,15 +144,15 @@ impl Cache {
     /// in their old order; what has no free block, or slot, is dropped, the least recently used
     /// first. What is cached already stays as it is, so that a second restore changes nothing.
     ///
-    /// Blocks of another size are made of the file's tokens: those that fill none are dropped. Where
-    /// a salt began within a block of this plan, all of the block is salted.
+    /// Blocks of another size are made of the file's tokens: those that fill none are dropped.
+    /// Where a salt began within a block of this plan, all of the block is salted.
     ///
     /// The whole file is checked before anything changes. Buffers as [`Cache::save_prefixes`]. A
     /// [`Prober`](super::Prober) may see a part of it meanwhile.
     ///
     /// # Errors
-    /// What is wrong with the file, or what this plan has otherwise ([`SaveError`]); the plan shares
-    /// nothing; the device failed. Nothing changes then.
+    /// What is wrong with the file, or what this plan has otherwise ([`SaveError`]); the plan
+    /// shares nothing; the device failed. Nothing changes then.
     pub fn restore_prefixes(
         &mut self,
         path: &Path,

@@ -230,8 +230,8 @@ struct OfSlot {
 }
 
 impl Cache {
-    /// A plan without an index: the slots, those of live sequences first, then from the one released
-    /// last to the one released first.
+    /// A plan without an index: the slots, those of live sequences first, then from the one
+    /// released last to the one released first.
     fn write_slots(
         &self,
         saver: &mut Saver<'_>,

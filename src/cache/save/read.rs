@@ -25,7 +25,8 @@ pub(super) struct Entry {
     pub(super) name: u32,
     /// The last block of this cache that holds nothing but tokens of its chain, up to its end.
     pub(super) block: u32,
-    /// The last block of its chain up to which slots could take it, as far as layers without a window go.
+    /// The last block of its chain up to which slots could take it, as far as layers without a
+    /// window go.
     pub(super) usable: u32,
     /// Its tokens, from the first on, that are in this cache.
     pub(super) covered: u16,
@@ -257,8 +258,8 @@ impl Loader {
         Ok(frame)
     }
 
-    /// The error for a record that is longer than there is room for, and of a sequence only if it is
-    /// whole.
+    /// The error for a record that is longer than there is room for, and of a sequence only if it
+    /// is whole.
     fn too_long(&self, frame: &Frame, longest: u64) -> SaveError {
         if frame.kind != format::SEQUENCE || frame.len > longest {
             return frame.damaged("an impossible length");
@@ -283,8 +284,8 @@ impl Loader {
         Ok(Block { payload: &self.record[FRAME..], shape: self.shape, head })
     }
 
-    /// Reads the ids and spans of a block alone, as the file has them now: to decide by, not to keep.
-    /// K and V of long chains are many times as much.
+    /// Reads the ids and spans of a block alone, as the file has them now: to decide by, not to
+    /// keep. K and V of long chains are many times as much.
     pub(super) fn head(&mut self, entry: &Entry) -> Result<Block<'_>, SaveError> {
         let heads = format::BLOCK_FIXED + self.shape.head_bytes(entry.tokens as usize);
         if self.loaded != entry.at {

@@ -414,7 +414,8 @@ fn cover(table: &mut Table, entry: usize, first: u32, end: u32) {
     }
 }
 
-/// Blocks of a file that there is room for: as many as hold all tokens of the pool, or of the slots.
+/// Blocks of a file that there is room for: as many as hold all tokens of the pool, or of the
+/// slots.
 pub(super) fn room_for_entries(cache: &Cache, header: &Header) -> usize {
     let plan = &cache.plan;
     let units = |index: &PrefixIndex| u64::from(plan.groups[index.lead()].layout.units);

@@ -15,17 +15,18 @@ use crate::plan::{Addressing, GroupKind, NO_BLOCK};
 
 impl Cache {
     /// Writes a sequence to a file: its tokens, as far as their ids are known, its K and V, its
-    /// limits, namespace and retentions. Layers with a window give what they still hold: the window,
-    /// what a rewind may bring back, and the sinks. Changes nothing. The file of that name is
-    /// replaced when the new one is whole and on the disk.
+    /// limits, namespace and retentions. Layers with a window give what they still hold: the
+    /// window, what a rewind may bring back, and the sinks. Changes nothing. The file of that name
+    /// is replaced when the new one is whole and on the disk.
     ///
     /// Allocates buffers of [`Plan::save_bytes`](crate::plan::Plan::save_bytes) at most, and gives
     /// them back.
     ///
     /// # Errors
-    /// [`SaveError::Cache`]: a stale or foreign handle, or the device failed; [`SaveError::Salted`],
-    /// [`SaveError::Io`], [`SaveError::UnderWay`], [`SaveError::OutOfMemory`]. The old file is as it
-    /// was, unless the error says that the new one is in its place.
+    /// [`SaveError::Cache`]: a stale or foreign handle, or the device failed;
+    /// [`SaveError::Salted`], [`SaveError::Io`], [`SaveError::UnderWay`],
+    /// [`SaveError::OutOfMemory`]. The old file is as it was, unless the error says that the new
+    /// one is in its place.
     pub fn save_sequence(
         &self,
         sequence: SeqHandle,
@@ -114,8 +115,8 @@ impl Cache {
 
     /// Begins a sequence that was saved: with the same tokens and, bit for bit, the same K and V,
     /// whatever mode and block size this plan has. It is admitted as by [`Cache::begin`], without
-    /// looking for a prefix; the next step goes on behind its last token. `cached_len` is the tokens
-    /// that it has.
+    /// looking for a prefix; the next step goes on behind its last token. `cached_len` is the
+    /// tokens that it has.
     ///
     /// Its limit is that of the file, or `options.max_len` and the file's look-ahead, and
     /// `limits.max_seq_len` at most. Where this plan may rewind windowed layers further than the
@@ -125,8 +126,8 @@ impl Cache {
     ///
     /// # Errors
     /// What is wrong with the file, or what this plan has otherwise ([`SaveError`]); as
-    /// [`Cache::begin`]. Nothing changes then. If the device fails, or the file is changed by another
-    /// meanwhile, what was evicted to make room stays so.
+    /// [`Cache::begin`]. Nothing changes then. If the device fails, or the file is changed by
+    /// another meanwhile, what was evicted to make room stays so.
     pub fn restore_sequence(
         &mut self,
         path: &Path,
@@ -191,8 +192,8 @@ impl Cache {
         Ok(limit)
     }
 
-    /// From where on the file has the tokens of each group, sinks aside: no later than the next query
-    /// needs them. `[num_groups]`
+    /// From where on the file has the tokens of each group, sinks aside: no later than the next
+    /// query needs them. `[num_groups]`
     fn windows_of_file(
         &self,
         loader: &mut Loader,

@@ -50,9 +50,9 @@ pub(super) struct SlotStage {
     patience: usize,
 }
 
-/// Chains of full length, beside one for each slot, that are looked at in vain. A file may have as many chains
-/// as blocks, and each as many blocks as the file: without an end, a file of a few MB would be read for
-/// hours.
+/// Chains of full length, beside one for each slot, that are looked at in vain. A file may have as
+/// many chains as blocks, and each as many blocks as the file: without an end, a file of a few MB
+/// would be read for hours.
 const VAIN_CHAINS: usize = 64;
 
 impl SlotStage {
@@ -112,7 +112,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Notes of each block up to where its chain is whole in the layers without a window, which take no other.
+    /// Notes of each block up to where its chain is whole in the layers without a window, which
+    /// take no other.
     fn note_usable(&self, loader: &mut Loader, table: &mut Table) -> Result<(), SaveError> {
         let any = self.contiguous(false).next().is_some();
         for at in 0..table.entries.len() {
@@ -370,8 +371,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Writes a block of the file into a slot's row, as far as the slot keeps it: of the groups that
-    /// `keeps` names, what lies below its first position and from its second on.
+    /// Writes a block of the file into a slot's row, as far as the slot keeps it: of the groups
+    /// that `keeps` names, what lies below its first position and from its second on.
     pub(super) fn write_row(
         &mut self,
         block: &Block<'_>,

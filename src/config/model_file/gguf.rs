@@ -16,8 +16,8 @@ pub const MAGIC: &[u8; 4] = b"GGUF";
 /// How deep lists of lists may be.
 const MAX_DEPTH: u32 = 4;
 
-/// The most values in all lists together: real files have some two million, for the vocabulary and its
-/// merges. A value takes 32 times the memory that a byte of a list takes in the file.
+/// The most values in all lists together: real files have some two million, for the vocabulary and
+/// its merges. A value takes 32 times the memory that a byte of a list takes in the file.
 const MAX_VALUES: u64 = 1 << 24;
 /// The longest text, in bytes.
 const MAX_TEXT_BYTES: usize = 1 << 24;

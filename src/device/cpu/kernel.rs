@@ -27,8 +27,8 @@ pub(super) trait Kernel: Send + Sync + fmt::Debug {
     /// `portable`, `avx2`, `avx512`, …
     fn name(&self) -> &'static str;
 
-    /// Whether attention over such vectors is computed in f32 lanes, where queries have no other form.
-    /// `group`: query heads that share a KV head.
+    /// Whether attention over such vectors is computed in f32 lanes, where queries have no other
+    /// form. `group`: query heads that share a KV head.
     fn in_lanes(&self, layout: &GroupLayout, _group: usize) -> bool {
         layout.format.element != Format::Int8
     }

@@ -79,8 +79,8 @@ impl Task<'_> {
     }
 }
 
-/// The running state of some of the keys, for each query head of one KV head: what is kept of a split,
-/// and what splits are combined into.
+/// The running state of some of the keys, for each query head of one KV head: what is kept of a
+/// split, and what splits are combined into.
 #[derive(Debug)]
 pub(super) struct Partial<'a> {
     /// Largest score so far; -∞ before the first. `[heads, padded to lanes]`

@@ -10,11 +10,11 @@ use crate::error::DeviceError;
 
 /// The threads that compute for a device, and for an engine that would rather have none of its own.
 ///
-/// Two teams of threads on the same cores are in each other's way: one that has just worked still looks
-/// for more, for some microseconds, on the core that the other one is woken on. An engine between
-/// whose products lies an attention of that length gains by using these for both
-/// ([`Cache::threads`](crate::cache::Cache::threads)). Clones are the same threads; they end with the
-/// last one.
+/// Two teams of threads on the same cores are in each other's way: one that has just worked still
+/// looks for more, for some microseconds, on the core that the other one is woken on. An engine
+/// between whose products lies an attention of that length gains by using these for both
+/// ([`Cache::threads`](crate::cache::Cache::threads)). Clones are the same threads; they end with
+/// the last one.
 #[derive(Clone)]
 pub struct Threads {
     /// Only ever tried: nobody waits for it.
@@ -45,14 +45,15 @@ impl Threads {
         self.count
     }
 
-    /// Calls `job(worker, item)` once for each item in `0..items`, and returns when all are done. `worker`
-    /// is below [`Threads::count`], and no two calls of one run have the same one at once. Allocates
-    /// nothing. Floating-point arithmetic is in the standard mode, whatever the caller's is. While the threads are busy, with a run of another thread's or the one that this call is
+    /// Calls `job(worker, item)` once for each item in `0..items`, and returns when all are done.
+    /// `worker` is below [`Threads::count`], and no two calls of one run have the same one at once.
+    /// Allocates nothing. Floating-point arithmetic is in the standard mode, whatever the caller's
+    /// is. While the threads are busy, with a run of another thread's or the one that this call is
     /// made from, the caller does all of it by itself.
     ///
     /// # Errors
-    /// [`DeviceError::WorkerPanicked`] when a call panicked; all others have run, and the threads go on
-    /// working.
+    /// [`DeviceError::WorkerPanicked`] when a call panicked; all others have run, and the threads
+    /// go on working.
     pub fn run(
         &self,
         items: usize,

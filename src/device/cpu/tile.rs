@@ -253,8 +253,8 @@ impl<'a> Tile<'a> {
         (run * self.run_quads * QUAD, (run + 1) * self.run_quads * QUAD)
     }
 
-    /// Asks for the first bytes of every run, so that what must be looked up of their pages is there
-    /// when more of them is asked for.
+    /// Asks for the first bytes of every run, so that what must be looked up of their pages is
+    /// there when more of them is asked for.
     #[inline(always)]
     pub(super) fn touch<I: Isa>(&self, isa: I) {
         for at in self.at.iter().step_by(self.run_quads * QUAD) {

@@ -368,7 +368,8 @@ impl Workers {
 impl Drop for Workers {
     fn drop(&mut self) {
         if std::process::id() != self.process {
-            // A forked child that ends: there is nobody to wait for, and the lock may be held for ever.
+            // A forked child that ends: there is nobody to wait for, and the lock may be held for
+            // ever.
             self.handles.drain(..).for_each(std::mem::forget);
             return;
         }

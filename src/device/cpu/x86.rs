@@ -445,9 +445,10 @@ fn split_bf16<const TERMS: usize>(isa: Bf16<TERMS>, work: &mut Split<'_, '_>) {
 }
 
 impl<const TERMS: usize> Bf16<TERMS> {
-    /// Whether vectors are computed in pairs of bfloat16. Where each query head has a KV head of its own, f32
-    /// lanes are faster than two terms when one token is decoded: the queries of many heads stay in the
-    /// nearest cache. Reading a prompt is slower by some per cent then, but has to give the same bits.
+    /// Whether vectors are computed in pairs of bfloat16. Where each query head has a KV head of
+    /// its own, f32 lanes are faster than two terms when one token is decoded: the queries of many
+    /// heads stay in the nearest cache. Reading a prompt is slower by some per cent then, but has
+    /// to give the same bits.
     fn in_pairs(layout: &GroupLayout, group: usize) -> bool {
         layout.format.element == Format::Bf16 && Self::takes(layout) && (TERMS == 1 || group > 1)
     }

@@ -110,8 +110,8 @@ impl CudaDevice {
         if let Some(unit) = blocks.iter().find(|unit| **unit >= layout.units) {
             return Err(outside(*unit));
         }
-        // SAFETY: the workspace has room for a whole row of any group; `blocks` is borrowed until the
-        // stream has been waited for.
+        // SAFETY: the workspace has room for a whole row of any group; `blocks` is borrowed until
+        // the stream has been waited for.
         unsafe { cx.upload(row + u64::from(first) * 4, bytes_of(blocks), self.stream) }?;
         Ok(row)
     }

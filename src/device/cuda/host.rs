@@ -64,8 +64,8 @@ unsafe fn put(
     Ok(())
 }
 
-/// Copies any number of bytes to the device, a buffer of the ring after the other. Nothing is waited
-/// for but buffers.
+/// Copies any number of bytes to the device, a buffer of the ring after the other. Nothing is
+/// waited for but buffers.
 ///
 /// # Safety
 /// As [`put`].

@@ -88,8 +88,8 @@ impl<'a> Families<'a> {
             family.sort_by_key(|run| over(run));
         }
         families.retain_mut(|(_, family)| {
-            // Two capacities may come to one pool, and then to one result. A curve that is at two places at
-            // once would be of two settings.
+            // Two capacities may come to one pool, and then to one result. A curve that is at two
+            // places at once would be of two settings.
             let figures = |run: &VariantResult| (run.mean_running, run.simulated_s);
             family.dedup_by(|a, b| over(a) == over(b) && figures(a) == figures(b));
             family.len() > 1 && family.windows(2).all(|pair| over(pair[0]) < over(pair[1]))
@@ -224,7 +224,8 @@ mod tests {
         let found = families(&runs);
         assert_eq!(found.list.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
         assert_eq!(found.names, ["hybrid, f16", "first:4"]);
-        // What differs in a way that is not in the results is no curve; what is the same is one point.
+        // What differs in a way that is not in the results is no curve; what is the same is one
+        // point.
         let runs = [run(8, "", 1.0), run(8, "", 5.0), run(16, "", 2.0)];
         assert!(families(&runs).list.is_empty());
         let runs = [run(8, "", 1.0), run(8, "", 1.0), run(16, "", 2.0)];

@@ -1,4 +1,5 @@
-//! What the pool's bytes were for: in the mean, over time, and block by block at the fullest moment.
+//! What the pool's bytes were for: in the mean, over time, and block by block at the fullest
+//! moment.
 
 use std::fmt::Write as _;
 

@@ -11,8 +11,8 @@ use crate::units::{counted, grouped};
 
 type Value = fn(&VariantResult) -> f64;
 
-/// What a variant can be first in: what it does, what is counted, the number, how it is written, and
-/// whether more is better.
+/// What a variant can be first in: what it does, what is counted, the number, how it is written,
+/// and whether more is better.
 type Merit = (&'static str, &'static str, Value, fn(f64) -> String, bool);
 
 /// What is wasted of a pool in the mean: held or promised, and without a token.
@@ -34,8 +34,8 @@ fn served_any(run: &VariantResult) -> bool {
     run.requests_completed > 0
 }
 
-/// A few sentences: who is first in what matters, and by how much. Nothing where all are the same, and
-/// nothing of those that served nobody.
+/// A few sentences: who is first in what matters, and by how much. Nothing where all are the same,
+/// and nothing of those that served nobody.
 pub(super) fn in_short(runs: &[&VariantResult]) -> String {
     let with_results: Vec<&VariantResult> =
         runs.iter().copied().filter(|run| served_any(run)).collect();

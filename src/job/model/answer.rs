@@ -1,5 +1,5 @@
-//! One answer: what is asked for, what is written of it, and when it ends. Of the cache nothing is known
-//! here.
+//! One answer: what is asked for, what is written of it, and when it ends. Of the cache nothing is
+//! known here.
 
 use super::sample::Sampling;
 use super::tokenizer::{Decoder, Tokenizer};
@@ -81,8 +81,8 @@ impl Written {
         }
     }
 
-    /// Adds a token, and says whether the answer ends with it. `limit`: tokens that prompt and answer
-    /// may come to.
+    /// Adds a token, and says whether the answer ends with it. `limit`: tokens that prompt and
+    /// answer may come to.
     pub(super) fn push(
         &mut self,
         tokenizer: &Tokenizer,

@@ -56,7 +56,8 @@ pub struct Counts {
     pub peak_running: usize,
     /// Requests that can never be run.
     pub refused: u64,
-    /// Of the steps' seconds, the share of the rows that were read of prompts; the rest was writing.
+    /// Of the steps' seconds, the share of the rows that were read of prompts; the rest was
+    /// writing.
     pub reading_s: f64,
     /// Whether it was stopped before everything was done.
     pub interrupted: bool,
@@ -260,9 +261,9 @@ impl Batch<'_> {
         Ok(())
     }
 
-    /// Whether an answer that still reads its prompt will leave more of this one in the cache than it
-    /// has by now: whole blocks of the tokens that both begin with. It is worth waiting for, because
-    /// reading takes as long for one of them after the other as for both at once.
+    /// Whether an answer that still reads its prompt will leave more of this one in the cache than
+    /// it has by now: whole blocks of the tokens that both begin with. It is worth waiting for,
+    /// because reading takes as long for one of them after the other as for both at once.
     fn is_being_read(&self, cache: &Cache, prompt: &[u32]) -> bool {
         let plan = cache.plan();
         let block = plan.tokens_per_block as usize;

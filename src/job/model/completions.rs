@@ -1,7 +1,7 @@
 //! The job of `[generate]`: each variant of a file completes the same prompts with the same model.
 //!
-//! `kvpool generate --batch` and `kvpool run` come here with one variant or several; what they write
-//! is the same, line for line.
+//! `kvpool generate --batch` and `kvpool run` come here with one variant or several; what they
+//! write is the same, line for line.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -106,7 +106,8 @@ pub struct VariantRun {
     pub checksum: Option<String>,
     /// Answers that are those of the first variant to the letter, and of how many.
     pub same_as_first: Option<(usize, usize)>,
-    /// The share of an answer's text before the first difference from the first variant's, in the mean.
+    /// The share of an answer's text before the first difference from the first variant's, in the
+    /// mean.
     pub same_until: Option<f64>,
     /// The file.
     pub completions: PathBuf,
@@ -119,7 +120,8 @@ pub struct CompletionReport {
     pub model: PathBuf,
     /// Prompts in the file.
     pub prompts: usize,
-    /// How many variants there are; those that were not begun when the job was stopped are not below.
+    /// How many variants there are; those that were not begun when the job was stopped are not
+    /// below.
     pub variants: usize,
     /// Whether it was stopped.
     pub interrupted: bool,
@@ -130,8 +132,8 @@ pub struct CompletionReport {
 /// Runs the job of a file.
 ///
 /// # Errors
-/// [`ModelError`]: the model, the prompts, a cache that cannot be opened, a file that cannot be written.
-/// Before anything is computed, whatever can be known by then.
+/// [`ModelError`]: the model, the prompts, a cache that cannot be opened, a file that cannot be
+/// written. Before anything is computed, whatever can be known by then.
 pub fn run(
     source: &Source,
     options: Options<'_>,

@@ -1,9 +1,9 @@
 //! One step of a model: what an engine does with the cache, and what it does on its own.
 //!
 //! The order is that of every engine: `reserve_tokens` → for each layer `append`, then `attend` →
-//! `commit`. Positions come from [`Step::positions`](crate::cache::Step::positions) and from nowhere
-//! else: a sequence that began with a shared prefix, was forked, rewound or comes in chunks has its
-//! tokens where the cache says, and the engine has no count of its own to get wrong.
+//! `commit`. Positions come from [`Step::positions`](crate::cache::Step::positions) and from
+//! nowhere else: a sequence that began with a shared prefix, was forked, rewound or comes in chunks
+//! has its tokens where the cache says, and the engine has no count of its own to get wrong.
 //!
 //! Every row is computed by itself, in an order that does not depend on the others, so a prompt
 //! gives the same bits however it is cut and whoever is in the batch.
@@ -106,10 +106,10 @@ impl<'m> Engine<'m> {
         self.loses_positions = true;
     }
 
-    /// From here on, turns Q, K and V of each head by one fixed rotation (a Walsh-Hadamard matrix), and
-    /// the outputs back. Scores and outputs are the same but for rounding; but what one element of K
-    /// or V has much of is spread over all of the vector, so that INT8 scales are not made for it
-    /// alone. The plan must have no rotation of its own, which would come behind this one.
+    /// From here on, turns Q, K and V of each head by one fixed rotation (a Walsh-Hadamard matrix),
+    /// and the outputs back. Scores and outputs are the same but for rounding; but what one element
+    /// of K or V has much of is spread over all of the vector, so that INT8 scales are not made for
+    /// it alone. The plan must have no rotation of its own, which would come behind this one.
     ///
     /// # Errors
     /// [`ModelError::Setting`] where `head_dim` is no power of two, or the plan rotates K.
@@ -147,8 +147,8 @@ impl<'m> Engine<'m> {
     /// rows. `[wanted, vocab_size]`
     ///
     /// # Errors
-    /// Those of `reserve`, after which nothing has changed; [`ModelError::Setting`] for a token that
-    /// the model does not have.
+    /// Those of `reserve`, after which nothing has changed; [`ModelError::Setting`] for a token
+    /// that the model does not have.
     ///
     /// # Panics
     /// When a wanted row does not exist.

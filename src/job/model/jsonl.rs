@@ -1,10 +1,11 @@
 //! Prompts from a file of JSON lines, completions to another.
 //!
-//! A prompt is `{"prompt": "…"}` and any of `id`, `n`, `max_tokens`, `temperature`, `top_p`, `seed`,
-//! `stop`. A completion has the line's number, so that a run that was interrupted can go on: each is
-//! written whole and at once when its request is done, and a line that was cut is written again. When
-//! all are done the file is put into the order of the prompts. Nothing in it depends on who ran beside
-//! whom, so that it is the same file however often the run was interrupted.
+//! A prompt is `{"prompt": "…"}` and any of `id`, `n`, `max_tokens`, `temperature`, `top_p`,
+//! `seed`, `stop`. A completion has the line's number, so that a run that was interrupted can go
+//! on: each is written whole and at once when its request is done, and a line that was cut is
+//! written again. When all are done the file is put into the order of the prompts. Nothing in it
+//! depends on who ran beside whom, so that it is the same file however often the run was
+//! interrupted.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, OpenOptions};
@@ -124,8 +125,8 @@ struct CompletionText<'a> {
     finish: &'static str,
 }
 
-/// A digest of what a request's answers depend on: the request, the model, and the cache's format. Not
-/// its mode, and not who runs beside it.
+/// A digest of what a request's answers depend on: the request, the model, and the cache's format.
+/// Not its mode, and not who runs beside it.
 fn made_from(request: &Request, config: &Config) -> String {
     // What is not named changes nothing that is written.
     let Request { prompt, answers, max_tokens, sampling, stop, ignore_ends } = request;
@@ -215,8 +216,8 @@ pub struct Writer {
 
 impl Writer {
     /// Opens the file of the completions of prompts by a cache of a configuration. With `resume` it
-    /// may be there; then the lines that are done are kept, and what was cut off at its end is taken
-    /// away.
+    /// may be there; then the lines that are done are kept, and what was cut off at its end is
+    /// taken away.
     ///
     /// # Errors
     /// [`ModelError::File`]: it cannot be written, is there already without `resume`, is no file of
@@ -317,8 +318,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Puts the file into the order of the prompts, when all are done. Until that is complete the file
-    /// stays as it was.
+    /// Puts the file into the order of the prompts, when all are done. Until that is complete the
+    /// file stays as it was.
     ///
     /// # Errors
     /// [`ModelError::File`].

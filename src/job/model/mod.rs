@@ -4,7 +4,8 @@
 //! engine does on its own is multiply, norm, rotate queries and sample.
 //!
 //! - [`Model`]: a file's weights and its [`tokenizer`].
-//! - [`Engine`]: one step of a model. Its file is what `docs/bring-your-own-engine.md` walks through.
+//! - [`Engine`]: one step of a model. Its file is what `docs/bring-your-own-engine.md` walks
+//!   through.
 //! - [`sample`]: from scores to a token.
 //! - [`batch`]: many requests at once: continuous batching, shared prefixes, several answers to one
 //!   prompt, stops.

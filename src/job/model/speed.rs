@@ -26,8 +26,8 @@ pub struct Options {
     pub rounds: u32,
     /// Cache formats.
     pub formats: Vec<Format>,
-    /// Whether the context is made-up K and V instead of a text that is read: writing takes as long,
-    /// and it is there at once.
+    /// Whether the context is made-up K and V instead of a text that is read: writing takes as
+    /// long, and it is there at once.
     pub made_up: bool,
     /// Whether K and V are turned before they are stored ([`Engine::spread`]).
     pub spread: bool,

@@ -69,8 +69,8 @@ impl Model {
     /// Loads the weights and the tokenizer of a file whose header was read.
     ///
     /// # Errors
-    /// [`ModelError::File`]: it cannot be read, lacks a tensor, or has one of an unexpected shape or
-    /// type; a llama2.c model without a `tokenizer`.
+    /// [`ModelError::File`]: it cannot be read, lacks a tensor, or has one of an unexpected shape
+    /// or type; a llama2.c model without a `tokenizer`.
     pub fn load(file: ModelFile, tokenizer: Option<&Path>) -> Result<Self, ModelError> {
         match file.format {
             ModelFormat::Llama2C => {

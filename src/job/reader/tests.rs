@@ -1,4 +1,5 @@
-//! Every reader: what it takes, what it refuses and with which words, and damaged lines of any kind.
+//! Every reader: what it takes, what it refuses and with which words, and damaged lines of any
+//! kind.
 
 use proptest::prelude::*;
 

@@ -46,8 +46,8 @@ pub struct WorkloadSummary {
     /// What is wrong with the first of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub first_damaged: Option<String>,
-    /// Requests in OpenAI's form whose answers count as long as their `max_tokens` lets them become,
-    /// since nothing says how long they are.
+    /// Requests in OpenAI's form whose answers count as long as their `max_tokens` lets them
+    /// become, since nothing says how long they are.
     #[serde(default, skip_serializing_if = "is_none")]
     pub capped_outputs: u64,
 }
@@ -145,8 +145,8 @@ pub struct VariantResult {
     pub admission: String,
     /// Whether prefixes are reused.
     pub prefix_reuse: bool,
-    /// What else of the settings variants may differ in: the contiguous layers of a hybrid plan, the
-    /// watermark, the buffer of events. Empty where there is nothing to say.
+    /// What else of the settings variants may differ in: the contiguous layers of a hybrid plan,
+    /// the watermark, the buffer of events. Empty where there is nothing to say.
     #[serde(default)]
     pub other_settings: String,
     /// `pool.capacity` as written.
@@ -236,8 +236,8 @@ pub struct VariantResult {
     pub worst_free_bytes: u64,
     /// See `worst_free_bytes`.
     pub worst_largest_run: u64,
-    /// The most bytes that were free when such a try failed and no piece had 10⁹ bytes; 0 for a pool that
-    /// has fewer.
+    /// The most bytes that were free when such a try failed and no piece had 10⁹ bytes; 0 for a
+    /// pool that has fewer.
     #[serde(default)]
     pub free_without_1gb_run: u64,
     /// From a request's arrival to its first admission, in milliseconds.

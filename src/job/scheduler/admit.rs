@@ -119,8 +119,8 @@ impl<W: Work> Scheduler<'_, W> {
         }
     }
 
-    /// Forks a sequence whose prompt is computed, once for each other answer that is asked for. Those
-    /// that do not fit now wait.
+    /// Forks a sequence whose prompt is computed, once for each other answer that is asked for.
+    /// Those that do not fit now wait.
     pub(super) fn fork(&mut self, index: u32, sequence: SeqHandle) -> Result<(), CacheError> {
         let arrived_ns = self.queue.arrived_ns(index);
         for other in index + 1.. {

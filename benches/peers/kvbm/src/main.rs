@@ -1,7 +1,7 @@
 //! kvpool's manager beside `kvbm-logical`, doing the same work in the same process, in turns.
 //!
-//! `cargo run --release [-- --rounds N --filter TEXT]`; what is measured stands in `benches/peers/README.md` and in
-//! the documentation of `kvpool::bench::manager`.
+//! `cargo run --release [-- --rounds N --filter TEXT]`; what is measured stands in
+//! `benches/peers/README.md` and in the documentation of `kvpool::bench::manager`.
 
 mod counting;
 mod kvbm;

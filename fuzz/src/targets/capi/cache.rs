@@ -1,4 +1,5 @@
-//! The header's sections "Config", "Plan" and "Cache: open, look, close": the cache that an input chooses.
+//! The header's sections "Config", "Plan" and "Cache: open, look, close": the cache that an input
+//! chooses.
 
 use std::ptr::null;
 

@@ -1,5 +1,5 @@
-//! What an input is: a cache, and calls. The corpora are these types as bytes: another order of fields or
-//! variants would make other calls of every file in them.
+//! What an input is: a cache, and calls. The corpora are these types as bytes: another order of
+//! fields or variants would make other calls of every file in them.
 
 use std::ptr::null_mut;
 

@@ -1,5 +1,5 @@
-//! What looks at a cache, or at the plan that it was opened with, without changing it; and the views of its
-//! layers, which outlive it.
+//! What looks at a cache, or at the plan that it was opened with, without changing it; and the
+//! views of its layers, which outlive it.
 
 use std::ptr::{null, null_mut};
 use std::sync::{Arc, Mutex};
@@ -48,7 +48,8 @@ impl Views {
             .sum();
         for at in [0, last * bytes + bytes - 1] {
             let at = isize::try_from(at).expect("in the pool");
-            // SAFETY: what the view says is there. Another thread may write it: the value is not used.
+            // SAFETY: what the view says is there. Another thread may write it: the value is not
+            // used.
             let _ = unsafe { view.data.cast::<u8>().offset(at).read_volatile() };
         }
         // SAFETY: once.

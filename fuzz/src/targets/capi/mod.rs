@@ -5,8 +5,9 @@
 //! header names; and at the end the cache, which no call may have poisoned, closes.
 //!
 //! - `input.rs`: what an input is. `handles.rs`: what its calls are made with.
-//! - `cache.rs`, `sequence.rs`, `admission.rs`, `step.rs`, `prefix.rs`, `save.rs`, `events.rs`, `stats.rs`:
-//!   the calls, by the sections of the header, as in `src/capi/`; `look.rs`: what only looks, and views.
+//! - `cache.rs`, `sequence.rs`, `admission.rs`, `step.rs`, `prefix.rs`, `save.rs`, `events.rs`,
+//!   `stats.rs`: the calls, by the sections of the header, as in `src/capi/`; `look.rs`: what only
+//!   looks, and views.
 
 mod admission;
 mod cache;
@@ -149,8 +150,8 @@ pub(super) fn run(input: &Input) {
             scope.spawn(move || calls(&opened, &ops, shared, false))
         });
         calls(&opened, &first(&input.ops, 256), &shared, !two);
-        // Waited for by itself: the scope would go on while the thread is still being torn down, and what it
-        // holds then looks like a leak.
+        // Waited for by itself: the scope would go on while the thread is still being torn down,
+        // and what it holds then looks like a leak.
         if let Some(beside) = beside {
             beside.join().expect("no panic");
         }

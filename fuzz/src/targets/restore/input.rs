@@ -1,5 +1,6 @@
-//! What an input is: a save, what is changed in it, and the caches on both sides. The corpora are these
-//! types as bytes: another order of fields or variants would make another input of every file in them.
+//! What an input is: a save, what is changed in it, and the caches on both sides. The corpora are
+//! these types as bytes: another order of fields or variants would make another input of every file
+//! in them.
 
 use arbitrary::Arbitrary;
 

@@ -1,10 +1,10 @@
-//! A save, of prefixes or of a sequence: one that a cache has written, or records that say anything, with
-//! bytes changed under checksums that are right again. It is restored into a cache of any mode and
-//! block size that may hold something already.
+//! A save, of prefixes or of a sequence: one that a cache has written, or records that say
+//! anything, with bytes changed under checksums that are right again. It is restored into a cache
+//! of any mode and block size that may hold something already.
 //!
 //! What is refused changes nothing; what is taken breaks no invariant; and what is found by a
-//! sequence that begins then has the K and V of its tokens. With `KVPOOL_FUZZ_SAY` set it tells what
-//! became of each file.
+//! sequence that begins then has the K and V of its tokens. With `KVPOOL_FUZZ_SAY` set it tells
+//! what became of each file.
 //!
 //! - `input.rs`: what an input is.
 //! - `file.rs`, `record.rs`: the bytes of a save.

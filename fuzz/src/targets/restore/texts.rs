@@ -1,5 +1,5 @@
-//! The texts, and what K and V of their tokens are: a cache computes these, a file of records has them, and
-//! what is restored is held against them.
+//! The texts, and what K and V of their tokens are: a cache computes these, a file of records has
+//! them, and what is restored is held against them.
 
 use kvpool::plan::Kv;
 

@@ -289,8 +289,8 @@ mod tests {
         }
     }
 
-    /// Blocks of any bytes, as the Python package `gguf` 0.x (`gguf.quants.dequantize`) expands them:
-    /// the first and the last numbers, and FNV-1a over the bits of all.
+    /// Blocks of any bytes, as the Python package `gguf` 0.x (`gguf.quants.dequantize`) expands
+    /// them: the first and the last numbers, and FNV-1a over the bits of all.
     #[test]
     #[expect(clippy::excessive_precision, reason = "exact numbers, as they were printed")]
     fn numbers_are_those_of_another_program_to_the_bit() {

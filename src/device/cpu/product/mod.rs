@@ -45,8 +45,8 @@ impl fmt::Debug for Weights {
 }
 
 impl Weights {
-    /// A matrix of `columns` rows of `depth` elements; `None` where it would be empty, the bytes are
-    /// not as many as it takes, or `depth` is no multiple of the format's block.
+    /// A matrix of `columns` rows of `depth` elements; `None` where it would be empty, the bytes
+    /// are not as many as it takes, or `depth` is no multiple of the format's block.
     #[must_use]
     pub fn new(format: WeightFormat, bytes: Vec<u8>, columns: usize, depth: usize) -> Option<Self> {
         let expected = format.row_bytes(depth)?.checked_mul(columns)?;

@@ -23,7 +23,8 @@ pub const FORMATS: [&str; 9] = [
 pub(super) struct Case {
     pub(super) name: String,
     pub(super) config: Config,
-    /// Whether K and V are turned before they are stored ([`Engine::spread`](super::super::Engine::spread)).
+    /// Whether K and V are turned before they are stored
+    /// ([`Engine::spread`](super::super::Engine::spread)).
     pub(super) spreads: bool,
 }
 

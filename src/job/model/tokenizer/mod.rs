@@ -1,9 +1,9 @@
 //! Between text and tokens, as the model's file has it.
 //!
-//! Two kinds. *Scored* (SentencePiece's form; llama2.c's `tokenizer.bin`, GGUF's `llama`): characters
-//! are merged, the pair with the best score first; what has no piece becomes bytes. *Byte-level*
-//! (GGUF's `gpt2`): words, cut out by a pattern, start as bytes and are merged by a list of ranks.
-//! Either way special tokens (`<|im_start|>`) are found first.
+//! Two kinds. *Scored* (SentencePiece's form; llama2.c's `tokenizer.bin`, GGUF's `llama`):
+//! characters are merged, the pair with the best score first; what has no piece becomes bytes.
+//! *Byte-level* (GGUF's `gpt2`): words, cut out by a pattern, start as bytes and are merged by a
+//! list of ranks. Either way special tokens (`<|im_start|>`) are found first.
 
 mod load;
 mod merge;

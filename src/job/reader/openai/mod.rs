@@ -1,16 +1,17 @@
-//! Requests in OpenAI's form, a JSON object a line: `{"messages": […]}` of a chat, `{"prompt": …}` of a
-//! completion, or either as the `body` of a line of a batch (`custom_id`, `method`, `url`, `body`).
+//! Requests in OpenAI's form, a JSON object a line: `{"messages": […]}` of a chat, `{"prompt": …}`
+//! of a completion, or either as the `body` of a line of a batch (`custom_id`, `method`, `url`,
+//! `body`).
 //!
 //! A chat is written out in ChatML, as most templates of today do but for the names of their marks:
 //! `<|im_start|>role⏎content<|im_end|>⏎` for each message, and the beginning of the answer. Of a
 //! prompt's tokens nothing is kept but a hash for each run of [`BLOCK_TOKENS`]: prompts that begin
 //! alike have equal hashes there, so whole blocks are reused exactly as they would be, since no
-//! block is shorter than such a run and each is a whole number of them. What a block that matches in
-//! part gives is rounded down to runs.
+//! block is shorter than such a run and each is a whole number of them. What a block that matches
+//! in part gives is rounded down to runs.
 //!
 //! How long an answer was is not there. `workload.output_tokens` says it, cut off at the request's
-//! `max_tokens`; without, an answer counts as long as it may become, and [`Requests::capped`] says of how
-//! many that is so.
+//! `max_tokens`; without, an answer counts as long as it may become, and [`Requests::capped`] says
+//! of how many that is so.
 
 mod text;
 

@@ -164,7 +164,8 @@ mod with_tokenizer {
                 "{{\"messages\": [{{\"role\": \"user\", \"content\": {content}}}], \"max_tokens\": 2}}"
             )
         };
-        // "<|im_start|>": "<|", "im_start", "|>"; then the role, the words, the end and the answer's beginning.
+        // "<|im_start|>": "<|", "im_start", "|>"; then the role, the words, the end and the
+        // answer's beginning.
         let one = row(&mut requests, &chat("\"one \\\"two\\\"\"")).expect("a request");
         let parts = chat(
             "[{\"type\": \"text\", \"text\": \"one \"}, {\"type\": \"text\", \"text\": \"\\\"two\\\"\"}]",
