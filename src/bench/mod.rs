@@ -86,7 +86,7 @@ pub struct Measurement {
     /// divided by the median time: 10⁹ bytes a second.
     pub gbps: f64,
     /// The speed at which the same number of threads read memory with plain loads, in passes that
-    /// took turns with the calls: the median.
+    /// took turns with the calls (of append and prefill: after them): the median.
     pub dram_gbps: f64,
     /// The fastest of these passes.
     pub dram_best_gbps: f64,

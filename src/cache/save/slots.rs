@@ -120,15 +120,15 @@ impl Cache {
             let entry = table.entries[at];
             let before = table.entries.get(entry.parent as usize).map_or(NO_BLOCK, |e| e.usable);
             let goes_on = entry.parent == before && entry.start < self.plan.limits.max_seq_len;
-            let is_whole = goes_on && (!any || self.is_whole(&loader.head(&entry)?));
+            let is_whole = goes_on && (!any || self.slots_take(&loader.head(&entry)?));
             let own = u32::try_from(at).unwrap_or(NO_BLOCK);
             table.entries[at].usable = if is_whole { own } else { before };
         }
         Ok(())
     }
 
-    /// Whether the layers without a window have all of a block.
-    fn is_whole(&self, block: &Block<'_>) -> bool {
+    /// Whether the contiguous layers without a window have all of a block.
+    fn slots_take(&self, block: &Block<'_>) -> bool {
         let windowed = |group: usize| {
             let layers = &self.plan.groups[group];
             layers.kind != GroupKind::Contiguous || layers.window.is_some()
