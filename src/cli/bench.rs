@@ -318,7 +318,7 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
         "threads",
         "median µs",
         "GB/s",
-        "DRAM GB/s",
+        "DRAM",
         "of DRAM",
         "GFLOP/s",
     ];
