@@ -323,6 +323,8 @@ fn as_table(results: &[Measurement]) -> comfy_table::Table {
         "GFLOP/s",
     ];
     let mut table = table(&header, 4..10);
+    // Names of shapes stay in one piece, also beside a distance of cores that moved.
+    table.set_width(140);
     for one in results {
         table.add_row([
             one.shape.clone(),
