@@ -55,6 +55,9 @@ impl Losses {
             (_, Format::Int8) if kernel.contains("vnni") || kernel == "avx512-bf16" => {
                 Self { query: 1.0 / 65024.0, tile: 1.0 / 131_070.0, tiny: 1e-30, ..lanes }
             }
+            ("avx2", Format::Int8) => {
+                Self { query: 1.0 / 65534.0, tile: 1.0 / 65534.0, tiny: 1e-30, ..lanes }
+            }
             ("plain", _) => Self { score: (dim + 16.0) * 2.0 * U, adds: 2.0, ..lanes },
             ("tensor-cores", Format::F16) => Self {
                 score: (dim + 32.0) * 2.0 * U,

@@ -32,6 +32,10 @@ pub(super) trait Products: Copy {
     /// so that both are read as one run. What is computed on for longer than it is read gains
     /// nothing from that, and loses.
     const IN_RUNS: bool;
+    /// Whether memory is asked for a whole step ahead, keys while keys are computed on and values
+    /// while values are; if not, values while the same step's keys are, and keys while its values
+    /// are, which is half as far. For elements of one byte that is too near.
+    const FAR: bool = false;
     /// Lines of a query head's weights in the form that `values_of_run` takes.
     const WEIGHT_LINES: usize = 0;
 
@@ -72,18 +76,21 @@ pub(super) trait Products: Copy {
     #[inline(always)]
     fn weights(self, _weights: &[TileRow], _memory: &mut [Line]) {}
     /// The same as `values` for the keys of one run, the runs in ascending order, where
-    /// [`Products::IN_RUNS`]. `memory`: as `weights` has left it
+    /// [`Products::IN_RUNS`]; others have no need of it. `memory`: as `weights` has left it
     #[expect(clippy::too_many_arguments, reason = "as `values`, and the run")]
+    #[inline(always)]
     fn values_of_run(
         self,
-        task: &Task<'_>,
-        tile: &Tile<'_>,
-        run: Keys,
-        ahead: &mut impl Ahead,
-        weights: &[TileRow],
-        memory: &[Line],
-        acc: &mut [Line],
-    );
+        _task: &Task<'_>,
+        _tile: &Tile<'_>,
+        _run: Keys,
+        _ahead: &mut impl Ahead,
+        _weights: &[TileRow],
+        _memory: &[Line],
+        _acc: &mut [Line],
+    ) {
+        unreachable!("only where `IN_RUNS`")
+    }
     /// How often the first heads go over the tile's values.
     fn passes(self, tile: &Tile<'_>, heads: usize) -> usize;
     /// What is left to do with a split's accumulators.
@@ -106,6 +113,7 @@ impl<I: Copy, E> Copy for Lanes<I, E> {}
 impl<I: Isa, E: Element> Products for Lanes<I, E> {
     type Isa = I;
     const IN_RUNS: bool = E::BYTES > 1;
+    const FAR: bool = E::BYTES == 1;
 
     #[inline(always)]
     fn isa(self) -> I {
@@ -173,8 +181,9 @@ pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
 #[inline(always)]
 pub(super) fn split_with<P: Products>(products: P, work: &mut Split<'_, '_>) {
     // One KV head alone is a single run, or one of many rows, which compute for longer than they
-    // read. Few registers leave no room for a piece's place.
-    if P::Isa::WIDE && work.task.kv_heads > 1 {
+    // read. Few registers leave no room for a piece's place, unless there is but one query head.
+    let room = P::Isa::WIDE || (P::IN_RUNS && work.task.group == 1);
+    if room && work.task.kv_heads > 1 {
         if P::IN_RUNS {
             split_in_runs(products, work);
         } else {
@@ -207,11 +216,14 @@ fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
         let q = &q[kv_head * lines..][..lines];
-        let mut ahead = steps.values_ahead::<SPREAD>();
+        let mut ahead =
+            if P::FAR { steps.step_ahead::<SPREAD>(Kv::K, 1) } else { steps.values_ahead() };
         products.scores(tile, tile.quads(), &mut ahead, q, lines, scores);
         isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
-        let mut ahead = steps.keys_ahead::<_, SPREAD>(isa, products.passes(tile, task.heads()));
+        steps.scales_ahead(isa);
+        let kv = if P::FAR { Kv::V } else { Kv::K };
+        let mut ahead = steps.step_ahead::<SPREAD>(kv, products.passes(tile, task.heads()));
         products.values(task, tile, &mut ahead, scores, memory, acc);
     }
 }
@@ -367,18 +379,6 @@ impl<'a> Steps<'a> {
     /// What to ask for while the scores are computed: the step's values.
     pub(super) fn values_ahead<const SPREAD: bool>(&self) -> Vectors<'a, SPREAD> {
         self.tile.ahead(Kv::V, self.kv_head, 1)
-    }
-
-    /// What to ask for while the values are added up, in `passes` pieces for each quad: the keys
-    /// of the step after it. Asks for its scales right away.
-    #[inline(always)]
-    pub(super) fn keys_ahead<I: Isa, const SPREAD: bool>(
-        &self,
-        isa: I,
-        passes: usize,
-    ) -> Vectors<'a, SPREAD> {
-        self.scales_ahead(isa);
-        self.step_ahead(Kv::K, passes)
     }
 
     /// Keys or values of the step after this one, in `passes` pieces for each quad.

@@ -32,6 +32,8 @@ pub(super) const AT_ONCE: usize = 4;
 pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     /// Sixteen lanes.
     type V: Copy;
+    /// Eight of them.
+    type Half: Copy;
     /// Whether `fma` rounds once.
     const FMA: bool;
     /// Whether there are registers for sixteen accumulators and more.
@@ -47,6 +49,12 @@ pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a · b + c`
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Eight zeros.
+    fn no_half(self) -> Self::Half;
+    /// `a · b + c` of the lower eight lanes, or of the `UPPER` ones; the others are not computed.
+    fn fma_half<const UPPER: bool>(self, a: Self::V, b: Self::V, c: Self::Half) -> Self::Half;
+    /// Sixteen lanes of two halves.
+    fn join(self, lower: Self::Half, upper: Self::Half) -> Self::V;
     /// The sum of all lanes: lanes 8 apart first, then 4, 2 and 1.
     fn sum(self, v: Self::V) -> f32;
     /// The same of several, all at once.
@@ -162,6 +170,7 @@ pub(super) struct Portable;
 
 impl Isa for Portable {
     type V = Line;
+    type Half = [f32; WIDTH / 2];
     const FMA: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
     const WIDE: bool = false;
 
@@ -194,6 +203,28 @@ impl Isa for Portable {
             *c = mul_add::<{ Self::FMA }>(a, b, *c);
         }
         c
+    }
+
+    #[inline(always)]
+    fn no_half(self) -> Self::Half {
+        [0.0; WIDTH / 2]
+    }
+
+    #[inline(always)]
+    fn fma_half<const UPPER: bool>(self, a: Line, b: Line, mut c: Self::Half) -> Self::Half {
+        let first = if UPPER { WIDTH / 2 } else { 0 };
+        for ((a, b), c) in a[first..].iter().zip(&b[first..]).zip(&mut c) {
+            *c = mul_add::<{ Self::FMA }>(*a, *b, *c);
+        }
+        c
+    }
+
+    #[inline(always)]
+    fn join(self, lower: Self::Half, upper: Self::Half) -> Line {
+        let mut v = [0.0; WIDTH];
+        v[..WIDTH / 2].copy_from_slice(&lower);
+        v[WIDTH / 2..].copy_from_slice(&upper);
+        v
     }
 
     #[inline(always)]

@@ -18,6 +18,8 @@ mod float_mode;
 mod job;
 mod kernel;
 mod lanes;
+#[cfg(x86_kernels)]
+mod madd;
 mod memory;
 #[cfg(x86_kernels)]
 mod packed;

@@ -31,17 +31,13 @@ pub(super) fn all_scores<I: Isa, E: Element>(
         if I::WIDE {
             scores_of::<I, E, 4, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 4, 1>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, 4, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
         g += 4;
     }
     while heads - g >= 2 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
-        if I::WIDE {
-            scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
-        } else {
-            scores_of::<I, E, 2, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
-        }
+        scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
         g += 2;
     }
     if heads > g {
@@ -108,7 +104,17 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
         rows[k] = &rows[k][..whole];
     }
     let mut acc = [[isa.splat(0.0); K]; G];
-    if E::GROUPED {
+    if !I::WIDE && !E::GROUPED && G * K > 4 {
+        // There are registers for eight accumulators of eight lanes: half of every line, and then
+        // the other.
+        let lower = half_products::<I, E, G, K, false>(isa, piece, &rows, &heads);
+        let upper = half_products::<I, E, G, K, true>(isa, None, &rows, &heads);
+        for g in 0..G {
+            for k in 0..K {
+                acc[g][k] = isa.join(lower[g][k], upper[g][k]);
+            }
+        }
+    } else if E::GROUPED {
         for pair in 0..whole / 2 {
             if let Some(first) = piece {
                 let bytes = 2 * K * WIDTH * E::BYTES;
@@ -138,14 +144,42 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
                 }
             }
         }
-        if !rests[0].is_empty() {
-            for k in 0..K {
-                let row = E::load_tail(isa, rests[k]);
-                for g in 0..G {
-                    acc[g][k] = isa.fma(isa.load(&tails[g][0]), row, acc[g][k]);
-                }
+    }
+    if !E::GROUPED && !rests[0].is_empty() {
+        for k in 0..K {
+            let row = E::load_tail(isa, rests[k]);
+            for g in 0..G {
+                acc[g][k] = isa.fma(isa.load(&tails[g][0]), row, acc[g][k]);
             }
         }
     }
     isa.sums(acc)
+}
+
+/// The lower eight lanes of the products of whole lines, or the `UPPER` ones.
+#[inline(always)]
+fn half_products<I: Isa, E: Element, const G: usize, const K: usize, const UPPER: bool>(
+    isa: I,
+    piece: Option<*const u8>,
+    rows: &[&[E::Chunk]; K],
+    heads: &[&[Line]; G],
+) -> [[I::Half; K]; G] {
+    let mut acc = [[isa.no_half(); K]; G];
+    for i in 0..rows[0].len() {
+        if let Some(first) = piece {
+            let bytes = K * WIDTH * E::BYTES;
+            prefetch(isa, first.wrapping_add(i * bytes), bytes);
+        }
+        let mut line = [isa.splat(0.0); K];
+        for k in 0..K {
+            line[k] = E::load(isa, &rows[k][i]);
+        }
+        for g in 0..G {
+            let q = isa.load(&heads[g][i]);
+            for k in 0..K {
+                acc[g][k] = isa.fma_half::<UPPER>(q, line[k], acc[g][k]);
+            }
+        }
+    }
+    acc
 }

@@ -14,6 +14,7 @@ use super::lanes::{
     AT_ONCE, Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line,
     WIDTH,
 };
+use super::madd;
 use super::packed::MANY_HEADS;
 use super::portion::Portion;
 use super::task::{Partial, Split, Task};
@@ -150,8 +151,118 @@ impl Avx512 {
     }
 }
 
+impl Avx2 {
+    /// The sum of two vectors of f32, or of integers.
+    #[inline(always)]
+    fn add<const INTEGERS: bool>(self, a: __m256, b: __m256) -> __m256 {
+        if INTEGERS {
+            let (a, b) = (op!(_mm256_castps_si256(a)), op!(_mm256_castps_si256(b)));
+            op!(_mm256_castsi256_ps(_mm256_add_epi32(a, b)))
+        } else {
+            op!(_mm256_add_ps(a, b))
+        }
+    }
+
+    /// The lanes 4 apart of two vectors: those of `a`, then those of `b`.
+    #[inline(always)]
+    fn four_apart<const INTEGERS: bool>(self, a: __m256, b: __m256) -> __m256 {
+        let outer = op!(_mm256_blend_ps::<0xF0>(a, b));
+        let inner = op!(_mm256_permute2f128_ps::<0x21>(a, b));
+        self.add::<INTEGERS>(outer, inner)
+    }
+
+    /// Of every four lanes of two vectors, those 2 apart.
+    #[inline(always)]
+    fn two_apart<const INTEGERS: bool>(self, a: __m256, b: __m256) -> __m256 {
+        let (a, b) = (op!(_mm256_castps_pd(a)), op!(_mm256_castps_pd(b)));
+        let low = op!(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)));
+        let high = op!(_mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+        self.add::<INTEGERS>(low, high)
+    }
+
+    /// The sums of eight vectors of f32, or of integers, in their order, each summed as
+    /// `Isa::sum` does it once lanes 8 apart are: 4 apart first, then 2 and 1.
+    #[inline(always)]
+    pub(super) fn sums_of_eight<const INTEGERS: bool>(self, v: [__m256; 8]) -> __m256 {
+        let ab = self.two_apart::<INTEGERS>(
+            self.four_apart::<INTEGERS>(v[0], v[4]),
+            self.four_apart::<INTEGERS>(v[1], v[5]),
+        );
+        let cd = self.two_apart::<INTEGERS>(
+            self.four_apart::<INTEGERS>(v[2], v[6]),
+            self.four_apart::<INTEGERS>(v[3], v[7]),
+        );
+        let even = op!(_mm256_shuffle_ps::<0x88>(ab, cd));
+        let odd = op!(_mm256_shuffle_ps::<0xDD>(ab, cd));
+        self.add::<INTEGERS>(even, odd)
+    }
+
+    /// The same of four, twice.
+    #[inline(always)]
+    pub(super) fn sums_of_four<const INTEGERS: bool>(self, v: [__m256; 4]) -> __m256 {
+        let two = self.two_apart::<INTEGERS>(
+            self.four_apart::<INTEGERS>(v[0], v[2]),
+            self.four_apart::<INTEGERS>(v[1], v[3]),
+        );
+        let even = op!(_mm256_shuffle_ps::<0x88>(two, two));
+        let odd = op!(_mm256_shuffle_ps::<0xDD>(two, two));
+        // In each half those of two vectors, twice.
+        let one = self.add::<INTEGERS>(even, odd);
+        op!(_mm256_castpd_ps(_mm256_permute4x64_pd::<0b10_00_10_00>(_mm256_castps_pd(one))))
+    }
+}
+
+impl Avx2 {
+    /// `exp::exp` in every lane, to the bit.
+    #[inline(always)]
+    fn exp(self, x: __m256) -> __m256 {
+        // NaN counts as not below, and is the operand that the maximum gives.
+        let above = op!(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, self.one_half(LOWEST)));
+        let clamped = op!(_mm256_max_ps(self.one_half(LOWEST), x));
+        let shifted = op!(_mm256_fmadd_ps(clamped, self.one_half(LOG2_E), self.one_half(ROUND)));
+        let n = op!(_mm256_sub_ps(shifted, self.one_half(ROUND)));
+        let r = op!(_mm256_fmadd_ps(n, self.one_half(-LN2_HIGH), clamped));
+        let r = op!(_mm256_fmadd_ps(n, self.one_half(-LN2_LOW), r));
+        let mut p = self.one_half(P[0]);
+        for c in &P[1..] {
+            p = op!(_mm256_fmadd_ps(p, r, self.one_half(*c)));
+        }
+        let y = op!(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r));
+        let y = op!(_mm256_add_ps(y, self.one_half(1.0)));
+        let power = op!(_mm256_slli_epi32::<23>(_mm256_castps_si256(shifted)));
+        let power = op!(_mm256_add_epi32(power, _mm256_set1_epi32(127 << 23)));
+        let y = op!(_mm256_mul_ps(y, _mm256_castsi256_ps(power)));
+        op!(_mm256_and_ps(y, above))
+    }
+
+    /// `x` in eight lanes.
+    #[inline(always)]
+    fn one_half(self, x: f32) -> __m256 {
+        op!(_mm256_set1_ps(x))
+    }
+
+    /// The largest lane of a vector without NaN.
+    #[inline(always)]
+    pub(super) fn largest_lane(self, v: __m256) -> f32 {
+        let four = op!(_mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v)));
+        let two = op!(_mm_max_ps(four, _mm_movehl_ps(four, four)));
+        op!(_mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two))))
+    }
+
+    /// The sums of four or eight vectors.
+    #[inline(always)]
+    pub(super) fn lane_sums<const INTEGERS: bool>(self, v: &[__m256]) -> __m256 {
+        match *v {
+            [a, b, c, d] => self.sums_of_four::<INTEGERS>([a, b, c, d]),
+            [a, b, c, d, e, f, g, h] => self.sums_of_eight::<INTEGERS>([a, b, c, d, e, f, g, h]),
+            _ => unreachable!("four or eight vectors"),
+        }
+    }
+}
+
 impl Isa for Avx2 {
     type V = (__m256, __m256);
+    type Half = __m256;
     const FMA: bool = true;
     const WIDE: bool = false;
 
@@ -185,8 +296,74 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
+    fn no_half(self) -> __m256 {
+        op!(_mm256_setzero_ps())
+    }
+
+    #[inline(always)]
+    fn fma_half<const UPPER: bool>(self, a: Self::V, b: Self::V, c: __m256) -> __m256 {
+        let (a, b) = if UPPER { (a.1, b.1) } else { (a.0, b.0) };
+        op!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn join(self, lower: __m256, upper: __m256) -> Self::V {
+        (lower, upper)
+    }
+
+    #[inline(always)]
+    fn scale_scores(self, row: &mut TileRow, scales: &TileRow, scale: f32) -> f32 {
+        let scale = self.splat(scale);
+        let mut maxima = op!(_mm256_set1_ps(f32::NEG_INFINITY));
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            let scores = self.mul(self.mul(self.load(line), self.load(scales)), scale);
+            // The second operand where one is NaN.
+            maxima = op!(_mm256_max_ps(scores.0, maxima));
+            maxima = op!(_mm256_max_ps(scores.1, maxima));
+            self.store(scores, line);
+        }
+        self.largest_lane(maxima)
+    }
+
+    #[inline(always)]
+    fn exp_scores(self, row: &mut TileRow, scales: &TileRow, base: f32) -> f32 {
+        let base = op!(_mm256_set1_ps(base));
+        let mut sums = self.splat(0.0);
+        let lines = row.as_chunks_mut::<WIDTH>().0.iter_mut();
+        for (line, scales) in lines.zip(scales.as_chunks::<WIDTH>().0) {
+            let (low, high) = self.load(line);
+            let low = self.exp(op!(_mm256_sub_ps(low, base)));
+            let high = self.exp(op!(_mm256_sub_ps(high, base)));
+            sums = (op!(_mm256_add_ps(sums.0, low)), op!(_mm256_add_ps(sums.1, high)));
+            self.store(self.mul((low, high), self.load(scales)), line);
+        }
+        self.sum(sums)
+    }
+
+    #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
         sum_eight!(op!(_mm256_add_ps(v.0, v.1)))
+    }
+
+    #[inline(always)]
+    fn sums<const K: usize, const G: usize>(self, v: [[Self::V; K]; G]) -> [[f32; K]; G] {
+        let mut sums = [[0.0; K]; G];
+        if K * G != 4 && K * G != 8 {
+            for (sum, v) in sums.as_flattened_mut().iter_mut().zip(v.as_flattened()) {
+                *sum = self.sum(*v);
+            }
+            return sums;
+        }
+        let mut all = [op!(_mm256_setzero_ps()); 8];
+        for (all, v) in all.iter_mut().zip(v.as_flattened()) {
+            *all = op!(_mm256_add_ps(v.0, v.1));
+        }
+        let lanes = self.lane_sums::<false>(&all[..K * G]);
+        let mut half = [0.0; 8];
+        memory_op!(_mm256_storeu_ps(half.as_mut_ptr(), lanes));
+        sums.as_flattened_mut().copy_from_slice(&half[..K * G]);
+        sums
     }
 
     #[inline(always)]
@@ -234,6 +411,7 @@ impl Isa for Avx2 {
 
 impl Isa for Avx512 {
     type V = __m512;
+    type Half = __m256;
     const FMA: bool = true;
     const WIDE: bool = true;
 
@@ -260,6 +438,26 @@ impl Isa for Avx512 {
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         op!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn no_half(self) -> __m256 {
+        op!(_mm256_setzero_ps())
+    }
+
+    #[inline(always)]
+    fn fma_half<const UPPER: bool>(self, a: Self::V, b: Self::V, c: __m256) -> __m256 {
+        let (a, b) = if UPPER {
+            (op!(_mm512_extractf32x8_ps::<1>(a)), op!(_mm512_extractf32x8_ps::<1>(b)))
+        } else {
+            (op!(_mm512_castps512_ps256(a)), op!(_mm512_castps512_ps256(b)))
+        };
+        op!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn join(self, lower: __m256, upper: __m256) -> Self::V {
+        op!(_mm512_insertf32x8::<1>(_mm512_castps256_ps512(lower), upper))
     }
 
     #[inline(always)]
@@ -372,7 +570,7 @@ impl Isa for Avx512 {
 }
 
 macro_rules! kernel {
-    ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident) => {
+    ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident, $integers:expr) => {
         #[target_feature(enable = $features)]
         fn $split<E: Element>(isa: $isa, work: &mut Split<'_, '_>) {
             split::<$isa, E>(isa, work);
@@ -389,7 +587,12 @@ macro_rules! kernel {
             }
 
             fn split(&self, work: &mut Split<'_, '_>) {
-                let format = work.task.view.layout.format;
+                let layout = work.task.view.layout;
+                let format = layout.format;
+                if let Some(split) = $integers(layout) {
+                    // SAFETY: `self` exists only on a CPU that has the features (`detect`).
+                    return unsafe { split(*self, work) };
+                }
                 let split = match (format.element, format.scale) {
                     (Format::F32, _) => $split::<ElementF32>,
                     (Format::F16, _) => $split::<ElementF16>,
@@ -476,11 +679,33 @@ impl<const TERMS: usize> Kernel for Bf16<TERMS> {
     }
 }
 
-kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, store_avx2);
+/// What computes a split, of vectors that are computed as integers.
+type SplitFn<I> = unsafe fn(I, &mut Split<'_, '_>);
+
+impl Avx2 {
+    /// INT8 of most shapes.
+    fn integers(layout: &GroupLayout) -> Option<SplitFn<Self>> {
+        if layout.format.element != Format::Int8 || !madd::takes(layout) {
+            return None;
+        }
+        let grouped = layout.format.scale == Some(ScaleKind::PerGroup32);
+        Some(if grouped { madd::split::<true> } else { madd::split::<false> })
+    }
+}
+
+impl Avx512 {
+    /// None: that is what [`Vnni`] is for.
+    fn integers(_: &GroupLayout) -> Option<SplitFn<Self>> {
+        None
+    }
+}
+
+kernel!(Avx2, "avx2", "avx2,fma,f16c", split_avx2, store_avx2, Self::integers);
 kernel!(
     Avx512,
     "avx512",
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl",
     split_avx512,
-    store_avx512
+    store_avx512,
+    Self::integers
 );
