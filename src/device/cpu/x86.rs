@@ -190,6 +190,43 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
+    fn quantize<S: Source>(self, x: &[S], q: &mut [u8], counts: &mut AppendCounts) -> E8M8 {
+        self.quantize_one(x, q, counts)
+    }
+
+    #[inline(always)]
+    fn quantize_some<S: Source>(
+        self,
+        x: [&[S]; AT_ONCE],
+        q: [&mut [u8]; AT_ONCE],
+        stores: Stores,
+        counts: &mut AppendCounts,
+    ) -> [E8M8; AT_ONCE] {
+        self.quantize_four(x, q, stores, counts)
+    }
+
+    #[inline(always)]
+    fn store_f16<S: Source>(self, x: &[S], row: &mut [u8], stores: Stores) {
+        self.store_halves(x, row, stores);
+    }
+
+    #[inline(always)]
+    fn store_bf16<S: Source>(self, x: &[S], row: &mut [u8], stores: Stores) {
+        self.store_brains(x, row, stores);
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        op!(_mm_sfence());
+    }
+
+    #[inline(always)]
+    fn prefetch_write(self, byte: *const u8) {
+        // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(byte.cast()) };
+    }
+
+    #[inline(always)]
     fn prefetch(self, byte: *const u8) {
         // SAFETY: a hint, which has no effect on memory and does not fault, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(byte.cast()) };
