@@ -8,6 +8,10 @@
 mod append;
 mod attend;
 #[cfg(x86_kernels)]
+mod avx2;
+#[cfg(x86_kernels)]
+mod avx2_store;
+#[cfg(x86_kernels)]
 mod bf16;
 #[cfg(x86_kernels)]
 mod bf16_tile;

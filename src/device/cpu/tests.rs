@@ -3,6 +3,8 @@
 mod bitwise;
 mod edges;
 mod rig;
+#[cfg(x86_kernels)]
+mod store;
 mod values;
 #[cfg(x86_kernels)]
 mod wide;

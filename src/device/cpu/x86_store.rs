@@ -1,5 +1,5 @@
 //! What AVX-512 stores on append: 16-bit formats, and INT8 quantised several vectors at a time.
-//! All of it gives the bytes that the portable code gives.
+//! All of it gives the bytes that the portable code gives. AVX2's is in `avx2_store.rs`.
 
 use std::arch::x86_64::*;
 
@@ -12,14 +12,14 @@ use super::x86::{Avx512, memory_op, op};
 use crate::plan::E8M8;
 
 /// Elements of a cache line in a 16-bit format.
-const PAIR: usize = 2 * WIDTH;
+pub(super) const PAIR: usize = 2 * WIDTH;
 
 /// Elements of a cache line of bytes.
-const QUARTET: usize = 4 * WIDTH;
+pub(super) const QUARTET: usize = 4 * WIDTH;
 
 /// Scales for which products with their reciprocal stay in the range of normal numbers.
-const SCALE_MIN: f32 = 1e-18;
-const SCALE_MAX: f32 = 1e18;
+pub(super) const SCALE_MIN: f32 = 1e-18;
+pub(super) const SCALE_MAX: f32 = 1e18;
 
 /// Puts the groups of four bytes, as `packs` leaves them, in the elements' order.
 static UNPACK: [i32; WIDTH] = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15];

@@ -1,15 +1,8 @@
-//! What the vector kernels do in their own way: INT8 in integers and in f32 lanes, the softmax, and
-//! quantising on append.
+//! What the vector kernels do in their own way: INT8 in integers and in f32 lanes, and the softmax.
 
-use half::{bf16, f16};
-
-use super::super::super::AppendCounts;
-use super::super::super::convert::Source;
-use super::super::super::quant::quantize_shared;
-use super::super::append::Stores;
 use super::super::exp::exp;
 use super::super::kernel::{Chosen, Kernel};
-use super::super::lanes::{AT_ONCE, Isa, Portable, WIDTH, sum_lanes};
+use super::super::lanes::{Isa, Portable, WIDTH, sum_lanes};
 use super::super::tile::TILE;
 use super::super::vnni::Vnni;
 use super::super::x86::{Avx2, Avx512};
@@ -162,58 +155,4 @@ fn avx2_has_the_weights_of_the_portable_code() {
 /// The bits, all kinds of NaN being one.
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
-}
-
-/// Both ways of quantising, on the same elements.
-fn same<S: Source>(x: &[S]) {
-    let Some(isa) = Avx512::detect() else {
-        return;
-    };
-    let (mut fast, mut slow) = (vec![0_u8; x.len()], vec![0_u8; x.len()]);
-    let (mut fast_counts, mut slow_counts) = (AppendCounts::default(), AppendCounts::default());
-    let fast_scale = isa.quantize(x, &mut fast, &mut fast_counts);
-    let slow_scale = quantize_shared(x, &mut slow, &mut slow_counts);
-    assert_eq!(fast_scale, slow_scale);
-    assert_eq!(fast_counts, slow_counts);
-    assert_eq!(fast, slow);
-    for stores in [Stores::Cached, Stores::Past] {
-        let mut four = vec![0_u8; AT_ONCE * x.len()];
-        let mut q: [&mut [u8]; AT_ONCE] = Default::default();
-        for (q, part) in q.iter_mut().zip(four.chunks_exact_mut(x.len())) {
-            *q = part;
-        }
-        let mut counts = AppendCounts::default();
-        let scales = isa.quantize_some([x; AT_ONCE], q, stores, &mut counts);
-        isa.fence();
-        assert_eq!(scales, [slow_scale; AT_ONCE]);
-        assert_eq!(counts.nonfinite, AT_ONCE as u64 * slow_counts.nonfinite);
-        assert!(four.chunks_exact(x.len()).all(|q| q == slow));
-    }
-}
-
-#[test]
-fn quantising_gives_the_same_bytes() {
-    let factors = [0.0, 1e-40, 1e-37, 1e-30, 1e-17, 1e-5, 1.0, 300.0, 1e17, 1e20, 2e38];
-    for n in [8, 32, 72, 128, 256] {
-        for (seed, factor) in (0..400).flat_map(|seed| factors.map(|factor| (seed, factor))) {
-            let mut x: Vec<f32> = (0..n).map(|i| value(0, seed, 7, i) * factor).collect();
-            if seed % 3 == 0 {
-                // Exact ties: halves of a scale that is a power of two.
-                x.fill(factor);
-                for (i, x) in x.iter_mut().enumerate() {
-                    *x *= (value(1, seed, 0, i) * 127.0).round() + 0.5;
-                }
-                x[1] = 127.0 * factor;
-            }
-            match seed % 40 {
-                7 => x[3] = f32::NAN,
-                8 => x[3] = f32::INFINITY,
-                9 => x[n - 1] = f32::NEG_INFINITY,
-                _ => {}
-            }
-            same(&x);
-            same(&x.iter().map(|x| f16::from_f32_const(*x)).collect::<Vec<_>>());
-            same(&x.iter().map(|x| bf16::from_f32_const(*x)).collect::<Vec<_>>());
-        }
-    }
 }
