@@ -63,16 +63,8 @@ fn main() {
 
 /// Runs this program again, on the emulated driver.
 fn the_same_on_the_emulated_cuda_device() {
-    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        println!("skipped: the emulator runs on Linux on x86-64 only");
-        return;
-    }
-    let status = std::process::Command::new(std::env::current_exe().expect("a path"))
-        .env("LD_LIBRARY_PATH", emulator::folder())
-        .env(common::DEVICE_VAR, "cuda")
-        .envs(emulator::sanitizer_variables())
-        .status()
-        .expect("starts");
+    let Some(mut again) = emulator::this_program() else { return };
+    let status = again.status().expect("starts");
     assert!(status.success(), "on the emulated CUDA device");
     println!("the_same_on_the_emulated_cuda_device ... ok");
 }

@@ -3,10 +3,11 @@
 //!
 //! A binary of its own, without the test harness, since the global allocator is what fails.
 //!
-//! So is every buffer of a save or a restore, the only verbs that allocate.
+//! So is every buffer of a save or a restore, the only verbs that allocate. All of it once more on
+//! the emulated CUDA device, on which nothing may be left either.
 //!
 //! What is refused here are the allocations whose size follows from the plan, of 16 KiB and more
-//! (of saves 1 KiB).
+//! (of the emulated device 4 KiB, of saves 1 KiB).
 //! Those of a few bytes beside them (a thread's name, a boxed device) are the standard library's to
 //! make, and it ends the process where there is not even that much.
 
@@ -17,6 +18,12 @@
 
 #[allow(dead_code, reason = "shared with the other integration tests, which use all of it")]
 mod common;
+#[allow(dead_code, reason = "shared with the tests of the CUDA device")]
+#[path = "cuda/driver.rs"]
+mod driver;
+#[allow(dead_code, reason = "shared with the tests of the CUDA device")]
+#[path = "cuda/emulator.rs"]
+mod emulator;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr::{null, null_mut};
@@ -28,8 +35,9 @@ use kvpool::capi::*;
 use kvpool::config::{CacheMode, DeviceConfig};
 use kvpool::error::{DeviceError, OpenError, SaveError};
 
-/// Allocations from this size on are counted, and may be refused.
-static LARGE: AtomicUsize = AtomicUsize::new(16 << 10);
+/// Allocations from this size on are counted, and may be refused, where a test says no other.
+const LARGE_BYTES: usize = 16 << 10;
+static LARGE: AtomicUsize = AtomicUsize::new(LARGE_BYTES);
 
 /// The large allocation that is refused, counted down from when it is set; 0: none is.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
@@ -73,11 +81,32 @@ unsafe impl GlobalAlloc for Failing {
 static ALLOCATOR: Failing = Failing;
 
 fn main() {
+    if common::on_cuda() {
+        // What is counted there needs a context.
+        driver::enter();
+    }
     edge_61_every_table_of_open_is_refused_in_turn();
     edge_61_the_same_through_the_c_interface();
     edge_61_every_buffer_of_a_save_is_refused_in_turn();
+    if common::on_cuda() {
+        return;
+    }
     #[cfg(target_os = "linux")]
     edge_61_the_pool_and_the_threads_are_refused();
+    the_same_on_the_emulated_cuda_device();
+}
+
+/// Runs this program again, on the emulated driver.
+fn the_same_on_the_emulated_cuda_device() {
+    let Some(mut again) = emulator::this_program() else { return };
+    let status = again.status().expect("starts");
+    assert!(status.success(), "on the emulated CUDA device");
+    println!("the_same_on_the_emulated_cuda_device ... ok");
+}
+
+/// What is allocated on the emulated device, and is not given back.
+fn on_the_device() -> [u64; 8] {
+    if common::on_cuda() { driver::live() } else { [0; 8] }
 }
 
 /// Every table of this is large.
@@ -102,7 +131,7 @@ fn spec(mode: CacheMode) -> Spec {
 /// Calls `open` with the n-th large allocation refused, for every n that it has. Gives how many.
 fn in_turn(mut open: impl FnMut(u64) -> bool) -> u64 {
     assert!(open(0), "opens when nothing is refused");
-    let before = LIVE.load(SeqCst);
+    let (before, device) = (LIVE.load(SeqCst), on_the_device());
     for nth in 1.. {
         REFUSED.store(nth, SeqCst);
         REFUSED_BYTES.store(0, SeqCst);
@@ -112,6 +141,7 @@ fn in_turn(mut open: impl FnMut(u64) -> bool) -> u64 {
         let left = LIVE.load(SeqCst) - before;
         // What a thread keeps of its own is there once.
         assert!(left < 4096, "allocation {nth} left {left} bytes behind");
+        assert_eq!(on_the_device(), device, "allocation {nth} left something on the device");
         if !reached {
             return nth - 1;
         }
@@ -121,10 +151,13 @@ fn in_turn(mut open: impl FnMut(u64) -> bool) -> u64 {
 }
 
 fn edge_61_every_table_of_open_is_refused_in_turn() {
+    // The device's own tables are smaller than those of the manager.
+    let large = if common::on_cuda() { 4 << 10 } else { LARGE_BYTES };
+    LARGE.store(large, SeqCst);
     for mode in MODES {
         let spec = spec(mode);
-        let config = DeviceConfig { threads: 2, ..DeviceConfig::default() };
-        let count = in_turn(|nth| match Cache::open_on_cpu(spec.plan(), &config, None) {
+        let config = spec.config().device;
+        let count = in_turn(|nth| match Cache::open_on_device(spec.plan(), &config, None) {
             // The check allocates too.
             Ok(cache) => nth > 0 || cache.check_invariants().is_ok(),
             Err(OpenError::Device(error @ DeviceError::OutOfMemory { bytes, available, .. })) => {
@@ -138,6 +171,7 @@ fn edge_61_every_table_of_open_is_refused_in_turn() {
         assert!(count > 10, "{mode:?}: only {count} large allocations");
         println!("edge_61_every_table_of_open_is_refused_in_turn ... ok ({mode:?}: {count})");
     }
+    LARGE.store(LARGE_BYTES, SeqCst);
 }
 
 /// Of many sequences, and of many layers: each has tables of its own that are large.
@@ -147,11 +181,12 @@ fn edge_61_the_same_through_the_c_interface() {
 }
 
 fn refuse_through_the_c_interface(layers: u32, seqs: u32, least: u64) {
+    let device = if common::on_cuda() { "kind = 'cuda'" } else { "threads = 1" };
     let toml = format!(
         "model = {{ num_layers = {layers}, num_q_heads = 2, num_kv_heads = 1, head_dim = 16 }}\n\
         cache = {{ mode = 'paged', event_buffer = {seqs} }}\n\
         limits = {{ max_seqs = {seqs}, max_seq_len = 64, max_batch_tokens = {seqs}, max_step_tokens = 8 }}\n\
-        device = {{ threads = 1 }}"
+        device = {{ {device} }}"
     );
     // SAFETY: handles are numbers.
     let (mut config, mut plan): (kvpool_config_t, kvpool_plan_t) = unsafe { std::mem::zeroed() };
@@ -217,9 +252,7 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
             head_dim: 64,
             ..Spec::default()
         };
-        let config = DeviceConfig { threads: 1, ..DeviceConfig::default() };
-        let open = || Cache::open_on_cpu(spec.plan(), &config, None).expect("opens");
-        let mut old = open();
+        let mut old = spec.open();
         let mut last = None;
         for first in 0..40 {
             let prompt: Vec<u32> = (first * 100..first * 100 + 17).collect();
@@ -235,7 +268,7 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
             }
         }
         let seq = last.expect("forty");
-        let mut new = open();
+        let mut new = spec.open();
         let mut counts = [0; 4];
         let digest = old.state_digest();
         counts[0] = in_turn(|_| told(&old.save_prefixes(&prefixes, &saving)));
@@ -267,7 +300,7 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
         assert!(counts.iter().all(|count| *count > 0), "{mode:?}: {counts:?}");
         println!("edge_61_every_buffer_of_a_save_is_refused_in_turn ... ok ({mode:?}: {counts:?})");
     }
-    LARGE.store(16 << 10, SeqCst);
+    LARGE.store(LARGE_BYTES, SeqCst);
 }
 
 /// The pool's mapping, and a worker's stack: by a limit on the address space.

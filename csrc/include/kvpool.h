@@ -907,8 +907,9 @@ kvpool_status_t kvpool_cache_restore_prefixes(kvpool_cache_t cache, const char *
                                               size_t out_size) KVPOOL_NOEXCEPT;
 /* The same for one sequence. Restored, it begins with all its tokens in the cache: `cached_len` of them; what
  * its prompt has behind them is expected of the next steps, as before. It is admitted as by
- * kvpool_cache_begin. If the device fails meanwhile, what was evicted to make room stays so. A sequence that has
- * a salt, or of which the cache does not know, is not saved with `unsalted_only`: KVPOOL_BAD_ARGUMENT. */
+ * kvpool_cache_begin. If the device fails meanwhile, or reading the file, what was evicted to make room stays
+ * so. A sequence that has a salt, or of which the cache does not know, is not saved with `unsalted_only`:
+ * KVPOOL_BAD_ARGUMENT. */
 kvpool_status_t kvpool_cache_save_sequence(kvpool_cache_t cache, kvpool_seq_t sequence, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
                                            size_t out_size) KVPOOL_NOEXCEPT;

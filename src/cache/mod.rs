@@ -53,7 +53,7 @@ pub use preempt::Preempted;
 pub use prefix::{KeyPart, Namespace, Probe, Prober};
 pub use retention::{MAX_RETENTIONS, Retention, Retentions};
 #[doc(hidden)]
-pub use save::{Point as SavePoint, WriteFault, fail_saves};
+pub use save::{FileCalls, Point as SavePoint, WriteFault, disturb_files, fail_saves};
 pub use save::{RestoreOptions, Restored, SaveOptions, Saved};
 pub use sequence::SeqHandle;
 pub use step::{AttendOptions, Step, StepId};
@@ -301,6 +301,8 @@ impl Cache {
         self.scrub_refused = None;
         self.seqs.record_mut(sequence.slot).known = 0;
         self.release_slot(sequence.slot);
+        // Nor has it made those younger that begin after it.
+        self.begun -= 1;
     }
 
     fn release_slot(&mut self, slot: u32) {

@@ -1,4 +1,4 @@
-//! For tests from Rust: a panic within the next verb, as a defect would cause it.
+//! For tests: a panic within the next verb, as a defect would cause it.
 
 use std::cell::Cell;
 
@@ -6,10 +6,8 @@ thread_local! {
     static ARMED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The next verb of any cache that this thread calls panics while it runs. Not part of the C
-/// interface.
-#[doc(hidden)]
-pub fn panic_in_next_verb() {
+/// The next verb of any cache that this thread calls panics while it runs.
+pub(super) fn panic_in_next_verb() {
     ARMED.set(true);
 }
 

@@ -10,7 +10,7 @@
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
 //! | `prefix.rs`, `save.rs`, `events.rs`, `stats.rs` | prefixes, save and restore, events, statistics |
-//! | `decode.rs`, `fault.rs` | none: for `kvpool bench capi`, and for tests |
+//! | `decode.rs`, `fault.rs` | none: for `kvpool bench capi`, and in tests |
 //!
 //! `bindings.rs` (the header's types) and `signatures.rs` (that every function has the signature
 //! that the header declares) are made by `csrc/bindings.sh`.
@@ -33,7 +33,8 @@ mod dlpack;
 mod events;
 mod facts;
 mod failure;
-pub mod fault;
+#[cfg(test)]
+mod fault;
 mod gate;
 mod handle;
 mod last_error;

@@ -10,11 +10,13 @@ use super::bindings::{
 };
 use super::dlpack::Views;
 use super::failure::{CallError, Failure};
+#[cfg(test)]
+use super::fault;
 use super::gate::Gate;
+use super::handle;
 use super::last_error::note;
 use super::plan::info_of;
 use super::registry::Registry;
-use super::{fault, handle};
 use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
 use crate::device::{DeviceInfo, room};
@@ -107,6 +109,7 @@ impl Object {
         check_no_callback()?;
         let (_inside, mut open) = self.open.enter()?;
         self.run(|| {
+            #[cfg(test)]
             fault::point();
             call(&mut open)
         })

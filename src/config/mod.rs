@@ -23,6 +23,8 @@ mod overlay;
 mod presets;
 mod rope;
 mod sweep;
+#[cfg(test)]
+pub(crate) mod trickle;
 mod variant;
 mod workload;
 

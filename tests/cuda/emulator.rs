@@ -1,5 +1,5 @@
 //! Builds the stand-in for the driver's library (`csrc/emulator`) with the host's C++ compiler,
-//! once for the same sources. Shared with `tests/no_alloc.rs`.
+//! once for the same sources. Shared with `tests/no_alloc.rs` and `tests/no_memory.rs`.
 
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
@@ -8,6 +8,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::common::DEVICE_VAR;
+
+/// This test program once more, on the emulated device; `None`, and printed, where that cannot run.
+pub(crate) fn this_program() -> Option<Command> {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        println!("skipped: the emulator runs on Linux on x86-64 only");
+        return None;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.env("LD_LIBRARY_PATH", folder()).env(DEVICE_VAR, "cuda").envs(sanitizer_variables());
+    Some(command)
+}
 
 /// The files of some folders with these endings, in order.
 fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
@@ -25,7 +38,7 @@ fn with_address_sanitizer() -> bool {
 }
 
 /// What a process needs so that it can load a library with AddressSanitizer; nothing without.
-pub(crate) fn sanitizer_variables() -> Vec<(&'static str, String)> {
+fn sanitizer_variables() -> Vec<(&'static str, String)> {
     if !with_address_sanitizer() {
         return Vec::new();
     }

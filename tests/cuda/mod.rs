@@ -17,24 +17,10 @@ mod inside;
 mod moves;
 mod traffic;
 
-use std::process::Command;
-
-use crate::common::DEVICE_VAR;
-
 /// Runs this test program again, on the emulated device. Its output is printed.
 fn again(arguments: &[&str], variables: &[(&str, &str)]) {
-    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        println!("skipped: the emulator runs on Linux on x86-64 only");
-        return;
-    }
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(arguments)
-        .env("LD_LIBRARY_PATH", emulator::folder())
-        .env(DEVICE_VAR, "cuda")
-        .envs(emulator::sanitizer_variables())
-        .envs(variables.iter().copied());
-    let output = command.output().unwrap();
+    let Some(mut command) = emulator::this_program() else { return };
+    let output = command.args(arguments).envs(variables.iter().copied()).output().unwrap();
     let (out, err) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     println!("{out}\n{err}");

@@ -30,6 +30,7 @@ mod probes;
 mod random;
 mod rig;
 mod saved;
+mod saved_calls;
 mod saved_changed;
 mod saved_files;
 mod saved_limits;

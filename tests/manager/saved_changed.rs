@@ -4,28 +4,30 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use kvpool::cache::{Cache, RestoreOptions, SaveOptions, SavePoint, WriteFault, fail_saves};
+use kvpool::cache::{
+    Cache, RestoreOptions, SaveOptions, SavePoint, Saved, SeqHandle, WriteFault, fail_saves,
+};
 use kvpool::config::CacheMode;
 use kvpool::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice};
 use kvpool::error::{DeviceError, SaveError};
 
 use super::rig::{tokens, up_to};
-use super::saved::{Folder, run, save, windowed};
+use super::saved::{Folder, run, windowed};
 use super::saved_files::{mend, records, some};
 use crate::common::Rng;
 
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holds {
+pub(super) enum Holds {
     Blocks,
     Slots,
     Sequence,
 }
 
-const ALL: [Holds; 3] = [Holds::Blocks, Holds::Slots, Holds::Sequence];
+pub(super) const ALL: [Holds; 3] = [Holds::Blocks, Holds::Slots, Holds::Sequence];
 
 impl Holds {
-    fn mode(self) -> CacheMode {
+    pub(super) fn mode(self) -> CacheMode {
         match self {
             Self::Blocks => CacheMode::Paged,
             Self::Slots => CacheMode::Contiguous,
@@ -33,33 +35,54 @@ impl Holds {
         }
     }
 
-    /// Writes a small file.
-    fn write(self, path: &Path) {
+    /// A small cache, and what of it is saved.
+    pub(super) fn source(self) -> (Cache, Option<SeqHandle>) {
         if self != Self::Sequence {
-            save(&some(self.mode()).cache, path);
-            return;
+            return (some(self.mode()).cache, None);
         }
         let mut cache = windowed(self.mode()).open();
         let seq = cache.begin(&tokens(0, 30), up_to(50)).expect("admitted").sequence;
         run(&mut cache, seq, 0..27);
-        cache.save_sequence(seq, path, &SaveOptions::default()).expect("written");
+        (cache, Some(seq))
     }
 
-    fn restore(self, cache: &mut Cache, path: &Path) -> Result<(), SaveError> {
+    /// Writes a small file.
+    fn write(self, path: &Path) {
+        let (cache, seq) = self.source();
+        save_of(&cache, seq, path).expect("written");
+    }
+
+    pub(super) fn restore(
+        self,
+        cache: &mut Cache,
+        path: &Path,
+    ) -> Result<Option<SeqHandle>, SaveError> {
         let options = RestoreOptions::default();
         match self {
-            Self::Sequence => cache.restore_sequence(path, &options).map(|_| ()),
-            _ => cache.restore_prefixes(path, &options).map(|_| ()),
+            Self::Sequence => Ok(Some(cache.restore_sequence(path, &options)?.sequence)),
+            _ => cache.restore_prefixes(path, &options).map(|_| None),
         }
     }
 
     /// Asserts that a restore is refused and leaves no trace (P4).
-    fn refused(self, cache: &mut Cache, path: &Path) -> SaveError {
+    pub(super) fn refused(self, cache: &mut Cache, path: &Path) -> SaveError {
         let before = (cache.state_digest(), cache.stats());
         let error = self.restore(cache, path).expect_err("refused");
         assert_eq!((cache.state_digest(), cache.stats()), before, "{error}: it left a trace");
         cache.check_invariants().expect("invariants");
         error
+    }
+}
+
+/// Saves a sequence, or all prefixes.
+pub(super) fn save_of(
+    cache: &Cache,
+    seq: Option<SeqHandle>,
+    path: &Path,
+) -> Result<Saved, SaveError> {
+    match seq {
+        Some(seq) => cache.save_sequence(seq, path, &SaveOptions::default()),
+        None => cache.save_prefixes(path, &SaveOptions::default()),
     }
 }
 

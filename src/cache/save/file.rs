@@ -9,7 +9,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use super::fault;
+use super::fault::{self, Calls};
 use super::format::{CHECKSUM, Checksums, FRAME, checksum, get32, get64, put32, put64};
 use crate::error::SaveError;
 
@@ -48,7 +48,7 @@ impl Writer {
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), SaveError> {
         let failed = |error: std::io::Error| refused("writing the file", ROOM, &error);
         let (before, faulty) = fault::cut(self.written, bytes);
-        self.file.write_all(before).map_err(failed)?;
+        Calls(&self.file).write_all(before).map_err(failed)?;
         self.written += before.len() as u64;
         match faulty {
             Some(fault) => Err(failed(fault.happen())),
@@ -261,7 +261,7 @@ impl Reader {
     /// Goes to a place of the file.
     pub(super) fn seek(&mut self, at: u64) -> Result<(), SaveError> {
         if self.at != at {
-            let sought = self.file.seek(SeekFrom::Start(at));
+            let sought = Calls(&self.file).seek(SeekFrom::Start(at));
             sought.map_err(|error| refused("reading the file", COPY, &error))?;
             self.at = at;
         }
@@ -270,7 +270,7 @@ impl Reader {
 
     /// Reads bytes of some part.
     pub(super) fn read(&mut self, out: &mut [u8], part: &'static str) -> Result<(), SaveError> {
-        let read = self.file.read_exact(out);
+        let read = Calls(&self.file).read_exact(out);
         read.map_err(|error| match error.kind() {
             ErrorKind::UnexpectedEof => SaveError::Truncated { at: self.len, part },
             _ => refused("reading the file", COPY, &error),

@@ -25,7 +25,7 @@ mod slots;
 mod write;
 
 #[doc(hidden)]
-pub use fault::{Point, WriteFault, fail_saves};
+pub use fault::{FileCalls, Point, WriteFault, disturb_files, fail_saves};
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -127,7 +127,7 @@ impl Cache {
     /// # Errors
     /// What is wrong with the file, or what this plan has otherwise ([`SaveError`]); as
     /// [`Cache::begin`]. Nothing changes then. If the device fails, or the file is changed by
-    /// another meanwhile, what was evicted to make room stays so.
+    /// another meanwhile or cannot be read any more, what was evicted to make room stays so.
     pub fn restore_sequence(
         &mut self,
         path: &Path,

@@ -8,7 +8,7 @@ use std::io::Read;
 use std::path::Path;
 
 use super::super::{Geometry, RopeConfig, RopeScaling, RopeStyle};
-use super::{Architecture, ModelFile, ModelFormat};
+use super::{Architecture, ModelFile, ModelFormat, unread};
 
 /// The first four bytes.
 pub const MAGIC: &[u8; 4] = b"GGUF";
@@ -82,7 +82,8 @@ impl Reader<'_> {
         if self.read > MAX_HEADER_BYTES {
             return Err(format!("its header is longer than {MAX_HEADER_BYTES} bytes"));
         }
-        self.from.read_exact(bytes).map_err(|error| error.to_string())
+        let read = self.from.read_exact(bytes);
+        read.map_err(|error| unread(&error, "its header is cut off; get the file again"))
     }
 
     fn u32(&mut self) -> Result<u32, String> {
@@ -333,6 +334,7 @@ fn rope(
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::trickle::Trickle;
     use super::*;
 
     fn text(text: &str) -> Vec<u8> {
@@ -349,9 +351,9 @@ mod tests {
         Header::read_after_magic(&mut &bytes[..], bytes.len() as u64 + 4)
     }
 
-    #[test]
-    fn values_of_all_kinds_are_read() {
-        let bytes = file(
+    /// A value of each kind.
+    fn values() -> Vec<u8> {
+        file(
             &[
                 text("a"),
                 8_u32.to_le_bytes().to_vec(),
@@ -370,7 +372,12 @@ mod tests {
                 vec![1],
             ],
             4,
-        );
+        )
+    }
+
+    #[test]
+    fn values_of_all_kinds_are_read() {
+        let bytes = values();
         let header = read(&bytes).unwrap();
         assert_eq!(header.text("a"), Some("b"));
         assert_eq!(header.list("c"), Some(&[Value::Int(7), Value::Int(9)][..]));
@@ -378,6 +385,24 @@ mod tests {
         assert_eq!((header.int("a"), header.int("f")), (None, None));
         for cut in 0..bytes.len() {
             assert!(read(&bytes[..cut]).is_err(), "cut at {cut}");
+        }
+    }
+
+    /// Readings that take a byte, that a signal interrupts, that fail, or where the file was cut
+    /// off meanwhile.
+    #[test]
+    fn edge_61_readings_that_are_short_or_fail() {
+        let bytes = values();
+        let whole = read(&bytes).unwrap();
+        let all = bytes.len() as u64 + 4;
+        let slow = Header::read_after_magic(&mut Trickle::new(&bytes), all).unwrap();
+        assert_eq!((slow.values, slow.tensors), (whole.values, whole.tensors));
+        let eio = std::io::Error::from_raw_os_error(5).to_string();
+        for at in 0..bytes.len() {
+            let failing = &mut Trickle::failing(&bytes, at);
+            assert_eq!(Header::read_after_magic(failing, all).unwrap_err(), eio, "byte {at}");
+            let cut = Header::read_after_magic(&mut &bytes[..at], all).unwrap_err();
+            assert!(cut.contains("cut off"), "byte {at}: {cut}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 
 use super::super::{Geometry, RopeConfig, RopeStyle};
-use super::{Architecture, ModelFile, ModelFormat};
+use super::{Architecture, ModelFile, ModelFormat, unread};
 
 /// Bytes before the weights.
 pub const HEADER_BYTES: usize = 28;
@@ -25,7 +25,8 @@ pub(super) fn describe(
     let mut numbers = [i32::from_le_bytes(first), 0, 0, 0, 0, 0, 0];
     for number in &mut numbers[1..] {
         let mut bytes = [0; 4];
-        rest.read_exact(&mut bytes).map_err(|_| unknown("it is too short".to_owned()))?;
+        let read = rest.read_exact(&mut bytes);
+        read.map_err(|error| unread(&error, &unknown("it is too short".to_owned())))?;
         *number = i32::from_le_bytes(bytes);
     }
     let mut sizes = [0_u32; 7];
@@ -80,4 +81,30 @@ fn weights(file: &ModelFile) -> u64 {
     let embedding = of(file.vocab_size) * dim;
     let output = if file.has_output { embedding } else { 0 };
     embedding + of(file.geometry.num_layers) * layer + dim + of(file.context_len) * head + output
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::trickle::Trickle;
+    use super::*;
+
+    /// Readings that take a byte, that a signal interrupts, or that fail.
+    #[test]
+    fn edge_61_readings_that_are_short_or_fail() {
+        // dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len
+        let numbers = [16_i32, 24, 1, 2, 1, 10, 32].map(i32::to_le_bytes);
+        let (first, rest) = (numbers[0], numbers[1..].concat());
+        let layer = 2 * 16 + 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24;
+        let bytes = 28 + 4 * (10 * 16 + layer + 16 + 32 * 8);
+        let read = |from: &mut dyn Read| describe(Path::new("m"), first, from, bytes);
+        let whole = read(&mut &rest[..]).unwrap();
+        assert_eq!(read(&mut Trickle::new(&rest)).unwrap(), whole);
+        for at in 0..rest.len() {
+            let error = read(&mut Trickle::failing(&rest, at)).unwrap_err();
+            let eio = std::io::Error::from_raw_os_error(5).to_string();
+            assert_eq!(error, eio, "byte {at}");
+            let error = read(&mut &rest[..at]).unwrap_err();
+            assert!(error.ends_with("it is too short"), "byte {at}: {error}");
+        }
+    }
 }

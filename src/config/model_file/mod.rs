@@ -8,7 +8,7 @@ pub mod gguf;
 mod llama2c;
 
 use std::fs::File;
-use std::io::{BufReader, Read};
+use std::io::{BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -85,12 +85,21 @@ impl ModelFile {
         }
         let mut file = BufReader::with_capacity(1 << 16, file);
         let mut magic = [0; 4];
-        file.read_exact(&mut magic).map_err(|_| "it is too short for a model file".to_owned())?;
+        let read = file.read_exact(&mut magic);
+        read.map_err(|error| unread(&error, "it is too short for a model file"))?;
         if magic == *gguf::MAGIC {
             let header = gguf::Header::read_after_magic(&mut file, metadata.len())?;
             return gguf::describe(path, &header);
         }
         llama2c::describe(path, magic, &mut file, metadata.len())
+    }
+}
+
+/// Why bytes could not be read: the file has no more, or the system refuses.
+fn unread(error: &std::io::Error, ended: &str) -> String {
+    match error.kind() {
+        ErrorKind::UnexpectedEof => ended.to_owned(),
+        _ => error.to_string(),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The lines of a file, one at a time and none longer than it may be.
 
-use std::io::{BufRead, Read};
+use std::io::{BufRead, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use crate::error::JobError;
@@ -98,8 +98,12 @@ impl<R: BufRead> Lines<R> {
             return Ok(());
         }
         loop {
-            let fatal = |error| Fault::Fatal(format!("cannot be read: {error}"));
-            let buffer = self.reader.fill_buf().map_err(fatal)?;
+            let buffer = match self.reader.fill_buf() {
+                Ok(buffer) => buffer,
+                // By a signal, which is none of its business.
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(Fault::Fatal(format!("cannot be read: {error}"))),
+            };
             let end = buffer.iter().position(|byte| *byte == b'\n');
             let len = end.map_or(buffer.len(), |end| end + 1);
             self.reader.consume(len);

@@ -4,6 +4,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::config::trickle::Trickle;
 use crate::config::{ArrivalUnit, ColumnsConfig};
 
 const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
@@ -18,6 +19,14 @@ fn timed(kind: WorkloadKind) -> WorkloadConfig {
 
 /// Reads all of a text: `[arrival, prompt, output]` of each request.
 fn read(text: &[u8], config: &WorkloadConfig) -> Result<(Vec<[i64; 3]>, Damaged), String> {
+    read_from(text, config)
+}
+
+/// As [`read`], from any reader.
+fn read_from(
+    text: impl BufRead,
+    config: &WorkloadConfig,
+) -> Result<(Vec<[i64; 3]>, Damaged), String> {
     let all = || -> Result<_, JobError> {
         let mut trace = Reader::new(text, Path::new("t.csv"), config)?;
         let (mut rows, mut ids) = (Vec::new(), Vec::new());
@@ -138,6 +147,32 @@ fn hashed(time: u32, prompt: u32, output: u32) -> String {
     format!(
         "{{\"timestamp\": {time}, \"input_length\": {prompt}, \"output_length\": {output}, \"hash_ids\": {ids:?}}}"
     )
+}
+
+/// Readings that take a byte, that a signal interrupts, or that fail: in lines that are taken, and
+/// in one that is too long and passed over.
+#[test]
+fn edge_61_readings_that_are_short_or_fail() {
+    let long = format!("t,{},1\n", "1".repeat(5000));
+    let csv =
+        azure(&format!("2023-11-16 18:15:46.5,374,44\n{long}2023-11-16 18:15:50.5,396,109\n"));
+    let mooncake = [hashed(0, 512, 3), "x".to_owned(), hashed(27_482, 1030, 52)].join("\n");
+    for (kind, text) in [(WorkloadKind::AzureCsv, csv), (WorkloadKind::MooncakeJsonl, mooncake)] {
+        // A damaged line is passed over; a file that cannot be read ends the job all the same.
+        let skipping = WorkloadConfig { skip_damaged_lines: true, ..timed(kind) };
+        let text = text.as_bytes();
+        let whole = read(text, &skipping).expect("fine");
+        assert_eq!((whole.0.len(), whole.1.lines), (2, 1), "{kind:?}");
+        // Nothing of a buffer's size is read at once.
+        let slow = BufReader::with_capacity(3, Trickle::new(text));
+        assert_eq!(read_from(slow, &skipping), Ok(whole), "{kind:?}");
+        for at in 0..text.len() {
+            let failing = BufReader::new(Trickle::failing(text, at));
+            let error = read_from(failing, &skipping).expect_err("it cannot be read");
+            let line = 1 + text[..at].iter().filter(|byte| **byte == b'\n').count();
+            assert!(error.starts_with(&format!("t.csv:{line}: cannot be read: ")), "{error}");
+        }
+    }
 }
 
 #[test]
