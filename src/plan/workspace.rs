@@ -89,7 +89,8 @@ impl CpuWorkspace {
     /// f32 numbers that hold the queries of some heads in another form, for every four of them,
     /// and whole eights: as two terms in bf16, `[padded_dim / 16, 2 terms, 2]` lines of 16; or as
     /// integers of two bytes, half as many, then for every 32 elements a line of sums, and one of
-    /// scales.
+    /// scales; or as such integers for each head alone, half a line for 16 elements, and a line of
+    /// scales, which is no more from 32 elements on.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.

@@ -34,6 +34,21 @@ impl Avx2 {
         op!(_mm256_and_ps(y, above))
     }
 
+    /// Weights times the scales of their values. A weight of 0 stays so, as that of a key that is
+    /// not seen is, whatever its scale.
+    #[inline(always)]
+    pub(super) fn scaled(
+        self,
+        weights: (__m256, __m256),
+        scales: (__m256, __m256),
+    ) -> (__m256, __m256) {
+        let zero = op!(_mm256_setzero_ps());
+        let low = op!(_mm256_cmp_ps::<_CMP_NEQ_UQ>(weights.0, zero));
+        let high = op!(_mm256_cmp_ps::<_CMP_NEQ_UQ>(weights.1, zero));
+        let product = self.mul(weights, scales);
+        (op!(_mm256_and_ps(product.0, low)), op!(_mm256_and_ps(product.1, high)))
+    }
+
     /// `x` in eight lanes.
     #[inline(always)]
     fn one_half(self, x: f32) -> __m256 {
@@ -194,7 +209,7 @@ impl Isa for Avx2 {
             let low = self.exp(op!(_mm256_sub_ps(low, base)));
             let high = self.exp(op!(_mm256_sub_ps(high, base)));
             sums = (op!(_mm256_add_ps(sums.0, low)), op!(_mm256_add_ps(sums.1, high)));
-            self.store(self.mul((low, high), self.load(scales)), line);
+            self.store(self.scaled((low, high), self.load(scales)), line);
         }
         self.sum(sums)
     }

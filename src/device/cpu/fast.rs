@@ -33,8 +33,9 @@ pub(super) trait Products: Copy {
     /// nothing from that, and loses.
     const IN_RUNS: bool;
     /// Whether memory is asked for a whole step ahead, keys while keys are computed on and values
-    /// while values are; if not, values while the same step's keys are, and keys while its values
-    /// are, which is half as far. For elements of one byte that is too near.
+    /// while values are; if not, values while the same step's keys are, and the next step's keys
+    /// while these values are, which is half as far. With AVX2 that is too near for elements of one
+    /// byte.
     const FAR: bool = false;
     /// Lines of a query head's weights in the form that `values_of_run` takes.
     const WEIGHT_LINES: usize = 0;
@@ -113,7 +114,7 @@ impl<I: Copy, E> Copy for Lanes<I, E> {}
 impl<I: Isa, E: Element> Products for Lanes<I, E> {
     type Isa = I;
     const IN_RUNS: bool = E::BYTES > 1;
-    const FAR: bool = E::BYTES == 1;
+    const FAR: bool = !I::WIDE && E::BYTES == 1;
 
     #[inline(always)]
     fn isa(self) -> I {

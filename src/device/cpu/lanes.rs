@@ -32,7 +32,7 @@ pub(super) const AT_ONCE: usize = 4;
 pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     /// Sixteen lanes.
     type V: Copy;
-    /// Eight of them.
+    /// Eight of them, where not [`Isa::WIDE`].
     type Half: Copy;
     /// Whether `fma` rounds once.
     const FMA: bool;
@@ -50,11 +50,20 @@ pub(super) trait Isa: Copy + Send + Sync + fmt::Debug + 'static {
     /// `a · b + c`
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Eight zeros.
-    fn no_half(self) -> Self::Half;
+    #[inline(always)]
+    fn no_half(self) -> Self::Half {
+        unreachable!("with few registers only")
+    }
     /// `a · b + c` of the lower eight lanes, or of the `UPPER` ones; the others are not computed.
-    fn fma_half<const UPPER: bool>(self, a: Self::V, b: Self::V, c: Self::Half) -> Self::Half;
+    #[inline(always)]
+    fn fma_half<const UPPER: bool>(self, _a: Self::V, _b: Self::V, _c: Self::Half) -> Self::Half {
+        unreachable!("with few registers only")
+    }
     /// Sixteen lanes of two halves.
-    fn join(self, lower: Self::Half, upper: Self::Half) -> Self::V;
+    #[inline(always)]
+    fn join(self, _lower: Self::Half, _upper: Self::Half) -> Self::V {
+        unreachable!("with few registers only")
+    }
     /// The sum of all lanes: lanes 8 apart first, then 4, 2 and 1.
     fn sum(self, v: Self::V) -> f32;
     /// The same of several, all at once.

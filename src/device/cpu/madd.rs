@@ -21,7 +21,7 @@ use std::arch::x86_64::*;
 use super::fast::{Products, split_with};
 use super::lanes::{Isa, Line, WIDTH};
 use super::task::{Split, Task};
-use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow, prefetch};
+use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
 use super::x86::{Avx2, memory_op, op};
 use crate::config::ScaleKind;
 use crate::plan::{GroupLayout, LANES, SCALE_GROUP};
@@ -44,17 +44,18 @@ const EIGHT: usize = 8;
 /// Steps of a group that has a scale of its own.
 const GROUP_STEPS: usize = SCALE_GROUP as usize / STEP;
 
-/// Lines of a head's weights as integers, one for each key of a tile.
-const WEIGHT_LINES: usize = TILE * 2 / size_of::<Line>();
+/// Lines of a head's weights as integers: one integer for each key of a tile.
+const CODED_LINES: usize = TILE * 2 / size_of::<Line>();
 
 /// Half a line: sixteen integers of two bytes, or eight of four.
 type Half = [f32; EIGHT];
 
-/// Whether INT8 vectors of this layout are computed here.
+/// Whether INT8 vectors of this layout are computed here: several steps of sixteen, or whole groups,
+/// and few enough that the sums of products fit in 32 bits.
 pub(super) fn takes(layout: &GroupLayout) -> bool {
     let grouped = layout.format.scale == Some(ScaleKind::PerGroup32);
     let whole = if grouped { SCALE_GROUP } else { LANES };
-    layout.head_dim.is_multiple_of(whole) && layout.head_dim <= MAX_DIM
+    layout.head_dim.is_multiple_of(whole) && (LANES + 1..=MAX_DIM).contains(&layout.head_dim)
 }
 
 /// Computes one split.
@@ -90,9 +91,9 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
         coded: &'b mut [f32],
     ) -> (&'b [Line], usize) {
         let lines = query_lines(task.padded_dim);
-        let coded = coded.as_chunks_mut::<WIDTH>().0;
-        let vectors = q.chunks_exact(task.padded_dim);
-        for (q, coded) in vectors.zip(coded.chunks_exact_mut(lines)) {
+        let vectors = task.kv_heads as usize * task.heads();
+        let coded = &mut coded.as_chunks_mut::<WIDTH>().0[..vectors * lines];
+        for (q, coded) in q.chunks_exact(task.padded_dim).zip(coded.chunks_exact_mut(lines)) {
             encode_query(self.0, q, coded);
         }
         (coded, task.heads() * lines)
@@ -141,11 +142,11 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
     ) {
         let lines = task.padded_dim / WIDTH;
         let heads = weights.len();
-        let (coded, units) = memory.split_at_mut(WEIGHT_LINES * heads);
+        let (coded, units) = memory.split_at_mut(CODED_LINES * heads);
         let units = units.as_flattened_mut();
         // As many lines at a time as there are registers for, and as have one scale.
         let group = if GROUPED { GROUP_STEPS } else { lines };
-        let at_once = lines_at_once(heads);
+        let at_once = lines_at_once(heads).min(group);
         let mut first = 0;
         while first < lines {
             let some = if first % group + at_once <= group.min(lines - first / group * group) {
@@ -160,7 +161,7 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
             let mut ahead = Some(&mut *ahead);
             let mut g = 0;
             while g < heads {
-                let (w, units) = (&coded[g * WEIGHT_LINES..], &units[g..]);
+                let (w, units) = (&coded[g * CODED_LINES..], &units[g..]);
                 let (isa, acc, ahead) = (self.0, &mut acc[g * lines..], ahead.take());
                 match (heads - g, some) {
                     (1, 4) => values_of::<1, 4>(isa, tile, ahead, first, w, units, lines, acc),
@@ -179,8 +180,9 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
 
     #[inline(always)]
     fn passes(self, tile: &Tile<'_>, heads: usize) -> usize {
-        let group = if GROUPED { GROUP_STEPS } else { 4 };
-        (tile.row_bytes / STEP / lines_at_once(heads).min(group)).max(1)
+        let lines = tile.row_bytes / STEP;
+        let group = if GROUPED { GROUP_STEPS } else { lines };
+        (lines / lines_at_once(heads).min(group)).max(1)
     }
 }
 
@@ -250,15 +252,11 @@ fn scores_of<const GROUPED: bool, const G: usize, const K: usize>(
     let scores = &mut scores[..G];
     for (from, to) in quads {
         for quad in from..to {
-            let mut piece = None;
+            // All at once: there is no register for a piece's place.
             if let Some(ahead) = &mut ahead {
-                piece = ahead.piece(isa);
+                ahead.piece(isa);
             }
             for key in (quad * QUAD..(quad + 1) * QUAD).step_by(K) {
-                if let Some(first) = piece {
-                    let bytes = key % QUAD * tile.row_bytes;
-                    prefetch(isa, first.wrapping_add(bytes), K * tile.row_bytes);
-                }
                 let products = products::<GROUPED, G, K>(isa, tile, key, &heads);
                 for g in 0..G {
                     for k in 0..K {
@@ -354,7 +352,7 @@ fn store(_isa: Avx2, v: __m256i, to: &mut Half) {
 }
 
 /// Turns weights, times the scales of their values if these lie in the block, into integers of two
-/// bytes. `group`: which of a vector's scales; `coded`: `[heads, WEIGHT_LINES]`; `units`: what one
+/// bytes. `group`: which of a vector's scales; `coded`: `[heads, CODED_LINES]`; `units`: what one
 /// unit stands for, `[heads]`
 #[inline(always)]
 fn encode_weights(
@@ -374,23 +372,30 @@ fn encode_weights(
         }
     }
     let scales = scales.as_chunks::<WIDTH>().0;
-    let coded = coded.chunks_exact_mut(WEIGHT_LINES);
+    let coded = coded.chunks_exact_mut(CODED_LINES);
     for ((row, coded), unit) in weights.iter().zip(coded).zip(units) {
         let mut w = [isa.splat(0.0); TILE / WIDTH];
         let mut largest = op!(_mm256_setzero_ps());
+        let mut broken = largest;
+        let infinity = op!(_mm256_set1_ps(f32::INFINITY));
         for (i, line) in row.as_chunks::<WIDTH>().0.iter().enumerate() {
             w[i] = isa.load(line);
             if group.is_some() {
-                w[i] = isa.mul(w[i], isa.load(&scales[i]));
+                w[i] = isa.scaled(w[i], isa.load(&scales[i]));
             }
-            // The second operand where one is NaN: the sum of the weights brings it to light.
-            largest = op!(_mm256_max_ps(w[i].0, largest));
-            largest = op!(_mm256_max_ps(w[i].1, largest));
+            for half in [w[i].0, w[i].1] {
+                // The second operand where one is NaN.
+                largest = op!(_mm256_max_ps(half, largest));
+                let beyond = op!(_mm256_cmp_ps::<_CMP_NLT_UQ>(half, infinity));
+                broken = op!(_mm256_or_ps(broken, beyond));
+            }
         }
         let largest = isa.largest_lane(largest);
         // Weights so small that their reciprocal is infinite add nothing.
         let factor = if largest > f32::MIN_POSITIVE * MOST { MOST / largest } else { 0.0 };
-        *unit = largest / MOST;
+        // By a scale that is no number, of a key that is seen: there is no integer for that.
+        let broken = op!(_mm256_movemask_ps(broken)) != 0;
+        *unit = if broken { f32::NAN } else { largest / MOST };
         let halves = coded.as_flattened_mut().as_chunks_mut::<EIGHT>().0;
         for (w, to) in w.into_iter().zip(halves) {
             store(isa, to_integers(isa, w, factor), to);
@@ -420,10 +425,8 @@ fn values_of<const G: usize, const B: usize>(
     }
     for (from, to) in tile.quads() {
         for quad in from..to.min(TILE / QUAD) {
-            if let Some(ahead) = &mut ahead
-                && let Some(piece) = ahead.piece(isa)
-            {
-                prefetch(isa, piece, QUAD * B * STEP);
+            if let Some(ahead) = &mut ahead {
+                ahead.piece(isa);
             }
             for pair in [2 * quad, 2 * quad + 1] {
                 let rows = [tile.v(2 * pair).as_chunks().0, tile.v(2 * pair + 1).as_chunks().0];

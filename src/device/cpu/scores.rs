@@ -30,6 +30,8 @@ pub(super) fn all_scores<I: Isa, E: Element>(
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
             scores_of::<I, E, 4, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+        } else if E::GROUPED {
+            scores_of::<I, E, 4, 1>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
             scores_of::<I, E, 4, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
@@ -37,7 +39,11 @@ pub(super) fn all_scores<I: Isa, E: Element>(
     }
     while heads - g >= 2 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
-        scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+        if E::GROUPED && !I::WIDE {
+            scores_of::<I, E, 2, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
+        } else {
+            scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+        }
         g += 2;
     }
     if heads > g {
@@ -106,9 +112,9 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
     let mut acc = [[isa.splat(0.0); K]; G];
     if !I::WIDE && !E::GROUPED && G * K > 4 {
         // There are registers for eight accumulators of eight lanes: half of every line, and then
-        // the other.
-        let lower = half_products::<I, E, G, K, false>(isa, piece, &rows, &heads);
-        let upper = half_products::<I, E, G, K, true>(isa, None, &rows, &heads);
+        // the other. (And none for a piece's place: `split_with`.)
+        let lower = half_products::<I, E, G, K, false>(isa, &rows, &heads);
+        let upper = half_products::<I, E, G, K, true>(isa, &rows, &heads);
         for g in 0..G {
             for k in 0..K {
                 acc[g][k] = isa.join(lower[g][k], upper[g][k]);
@@ -160,16 +166,11 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
 #[inline(always)]
 fn half_products<I: Isa, E: Element, const G: usize, const K: usize, const UPPER: bool>(
     isa: I,
-    piece: Option<*const u8>,
     rows: &[&[E::Chunk]; K],
     heads: &[&[Line]; G],
 ) -> [[I::Half; K]; G] {
     let mut acc = [[isa.no_half(); K]; G];
     for i in 0..rows[0].len() {
-        if let Some(first) = piece {
-            let bytes = K * WIDTH * E::BYTES;
-            prefetch(isa, first.wrapping_add(i * bytes), bytes);
-        }
         let mut line = [isa.splat(0.0); K];
         for k in 0..K {
             line[k] = E::load(isa, &rows[k][i]);

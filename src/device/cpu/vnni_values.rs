@@ -27,16 +27,23 @@ pub(super) fn encode_weights(
     for ((rows, pairs), units) in rows.chunks(4).zip(pairs.chunks_mut(4)).zip(units.chunks_mut(4)) {
         let mut w = [[_mm512_setzero_ps(); TILE / WIDTH]; 4];
         let mut largest = [_mm512_setzero_ps(); 4];
-        for ((w, row), largest) in w.iter_mut().zip(rows).zip(&mut largest) {
+        let mut broken = [0; 4];
+        let heads = w.iter_mut().zip(rows).zip(largest.iter_mut().zip(&mut broken));
+        for ((w, row), (largest, broken)) in heads {
             for (i, line) in row.as_chunks::<WIDTH>().0.iter().enumerate() {
                 // SAFETY: a `Line` is 64 bytes, and the load asks for no alignment.
                 w[i] = unsafe { _mm512_loadu_ps(line.as_ptr()) };
                 if let Some(scales) = scales {
                     let scales = &scales[i * WIDTH..][..WIDTH];
                     // SAFETY: sixteen f32 are 64 bytes, and the load asks for no alignment.
-                    w[i] = _mm512_mul_ps(w[i], unsafe { _mm512_loadu_ps(scales.as_ptr()) });
+                    let scales = unsafe { _mm512_loadu_ps(scales.as_ptr()) };
+                    // A weight of 0 stays so, as that of a key that is not seen is.
+                    let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(w[i], _mm512_setzero_ps());
+                    w[i] = _mm512_maskz_mul_ps(some, w[i], scales);
                 }
-                *largest = _mm512_max_ps(*largest, w[i]);
+                // The second operand where one is NaN.
+                *largest = _mm512_max_ps(w[i], *largest);
+                *broken |= _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(w[i], _mm512_set1_ps(f32::INFINITY));
             }
         }
         let largest = isa.plain().max_four(largest);
@@ -49,7 +56,10 @@ pub(super) fn encode_weights(
         unsafe { _mm_storeu_ps(factors.as_mut_ptr(), to_integers) };
         // SAFETY: as above.
         unsafe { _mm_storeu_ps(ones.as_mut_ptr(), unit) };
-        units.copy_from_slice(&ones[..units.len()]);
+        for ((to, unit), broken) in units.iter_mut().zip(ones).zip(broken) {
+            // By a scale that is no number, of a key that is seen: there is no integer for that.
+            *to = if broken == 0 { unit } else { f32::NAN };
+        }
         for ((w, [high, low]), factor) in w.iter_mut().zip(pairs).zip(factors) {
             let mut integers = [_mm512_setzero_si512(); TILE / WIDTH];
             for (integers, w) in integers.iter_mut().zip(w) {

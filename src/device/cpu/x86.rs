@@ -1,4 +1,4 @@
-//! The lanes of AVX2 and AVX-512, and the kernels compiled for them.
+//! What proves AVX2 and AVX-512, the lanes of AVX-512, and the kernels compiled for them.
 
 use std::arch::x86_64::*;
 
@@ -59,10 +59,10 @@ impl Avx512 {
     }
 }
 
-/// An intrinsic that touches no memory, inside a method of [`Avx2`] or [`Avx512`].
+/// An intrinsic that touches no memory, for whoever has an [`Avx2`] or [`Avx512`] at hand.
 macro_rules! op {
     ($op:expr) => {
-        // SAFETY: the instruction only computes on registers, and `self` exists only on a CPU
+        // SAFETY: the instruction only computes on registers, and the proof exists only on a CPU
         // that has it (`detect`).
         unsafe { $op }
     };
@@ -72,7 +72,7 @@ macro_rules! op {
 macro_rules! memory_op {
     ($op:expr) => {
         // SAFETY: the reference covers every byte that is accessed and the instruction asks for
-        // no alignment; `self` exists only on a CPU that has it (`detect`).
+        // no alignment; the proof exists only on a CPU that has it (`detect`).
         unsafe { $op }
     };
 }
@@ -153,7 +153,7 @@ impl Avx512 {
 
 impl Isa for Avx512 {
     type V = __m512;
-    type Half = __m256;
+    type Half = ();
     const FMA: bool = true;
     const WIDE: bool = true;
 
@@ -180,26 +180,6 @@ impl Isa for Avx512 {
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         op!(_mm512_fmadd_ps(a, b, c))
-    }
-
-    #[inline(always)]
-    fn no_half(self) -> __m256 {
-        op!(_mm256_setzero_ps())
-    }
-
-    #[inline(always)]
-    fn fma_half<const UPPER: bool>(self, a: Self::V, b: Self::V, c: __m256) -> __m256 {
-        let (a, b) = if UPPER {
-            (op!(_mm512_extractf32x8_ps::<1>(a)), op!(_mm512_extractf32x8_ps::<1>(b)))
-        } else {
-            (op!(_mm512_castps512_ps256(a)), op!(_mm512_castps512_ps256(b)))
-        };
-        op!(_mm256_fmadd_ps(a, b, c))
-    }
-
-    #[inline(always)]
-    fn join(self, lower: __m256, upper: __m256) -> Self::V {
-        op!(_mm512_insertf32x8::<1>(_mm512_castps256_ps512(lower), upper))
     }
 
     #[inline(always)]

@@ -131,7 +131,9 @@ impl Avx512 {
         }
         for ((weights, line), scales) in weights.into_iter().zip(row).zip(scales) {
             sums = op!(_mm512_add_ps(sums, weights));
-            self.store(self.mul(weights, self.load(scales)), line);
+            // A weight of 0 stays so, as that of a key that is not seen is, whatever its scale.
+            let some = op!(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, self.splat(0.0)));
+            self.store(op!(_mm512_maskz_mul_ps(some, weights, self.load(scales))), line);
         }
         sums
     }

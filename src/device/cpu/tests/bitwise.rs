@@ -71,7 +71,7 @@ fn token_by_token_changes_no_bit() {
 fn rows_at_once_change_no_bit() {
     // Prefills of all at once, in chunks, and with few and many threads, which make blocks of
     // different heights; heads that fill lines and blocks and some that do not.
-    let shapes = [(1, 64), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (40, 64)];
+    let shapes = [(1, 64), (1, 16), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (40, 64)];
     for kernel in kernels() {
         for (i, (group, head_dim)) in shapes.into_iter().enumerate() {
             for (j, format) in FORMATS.into_iter().enumerate() {
@@ -120,7 +120,8 @@ fn kv_heads_side_by_side_change_no_bit() {
     // Calls with one row a sequence, which take KV heads together: as many as there are, in
     // several blocks and with one left over, or few of them where threads are many. Calls with two
     // rows take each alone, so their last rows are what to compare with.
-    let shapes = [(1, 4, 64), (8, 4, 128), (9, 1, 64), (20, 1, 32), (3, 2, 96), (12, 3, 72)];
+    let shapes =
+        [(1, 4, 64), (8, 4, 128), (9, 1, 64), (20, 1, 32), (3, 2, 96), (12, 3, 72), (8, 16, 16)];
     for kernel in kernels() {
         for (i, (kv_heads, group, head_dim)) in shapes.into_iter().enumerate() {
             for (j, format) in FORMATS.into_iter().enumerate() {

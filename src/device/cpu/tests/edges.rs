@@ -126,6 +126,41 @@ fn a_nan_value_spoils_the_rows_that_see_it_only() {
 }
 
 #[test]
+fn a_broken_scale_spoils_the_rows_that_see_it_only() {
+    // No append stores such a scale; a save that says anything may.
+    let broken = [0xFFFF_u16, 0xFF00];
+    for (kernel, window) in kernels().into_iter().flat_map(|k| [(k, 0), (k, 20)]) {
+        for (format, head_dim) in FORMATS[3..5].iter().flat_map(|f| [(*f, 64), (*f, 32)]) {
+            for (group, broken) in [1, 4, 8].into_iter().flat_map(|g| broken.map(|b| (g, b))) {
+                let params =
+                    Params { kernel, window, group, format, head_dim, ..Params::default() };
+                let answer = |broken: Option<u16>| {
+                    let mut rig = Rig::new(params);
+                    rig.begin(0, 1);
+                    rig.append(0, 580, u32::MAX);
+                    rig.append(0, 20, u32::MAX);
+                    if let Some(broken) = broken {
+                        rig.break_v_scales(590, broken);
+                    }
+                    rig.attend(&[(0, 20)]).out
+                };
+                let (clean, got) = (answer(None), answer(Some(broken)));
+                let per_row = clean.len() / 20;
+                let rows = got.chunks(per_row).zip(clean.chunks(per_row));
+                for (position, (got, clean)) in (580..600).zip(rows) {
+                    let what = format!("{params:?} {broken:x} {position}");
+                    if 590 <= position && (window == 0 || 590 + window > position) {
+                        assert!(got.iter().all(|x| !x.is_finite()), "{what}");
+                    } else {
+                        assert!(got == clean, "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn edge_47_int8_counts_what_it_met() {
     let mut rig = Rig::new(Params { format: FORMATS[5], ..Params::default() });
     rig.values = |what, _, position, i| match (what, position, i) {

@@ -11,7 +11,7 @@ use crate::config::{
     Admission, CacheConfig, CacheMode, Config, DeviceConfig, Format, Geometry, Int8Config,
     KernelChoice, LimitsConfig, ModelConfig, PoolConfig, ScaleKind, StaticScale,
 };
-use crate::plan::{GroupLayout, NO_BLOCK, Plan, SeqView, visible};
+use crate::plan::{GroupLayout, Kv, NO_BLOCK, Plan, SeqView, visible};
 use crate::units::LayerIdx;
 
 /// Every format, with a number for its tolerances.
@@ -250,6 +250,19 @@ impl Rig {
             .expect("append");
         self.counts.add(counts);
         self.seqs[slot as usize].0 += n;
+    }
+
+    /// Overwrites the scales of a token's V vectors in the first slot.
+    pub(super) fn break_v_scales(&mut self, position: u32, scale: u16) {
+        let layout = self.plan.groups[0].layout.clone();
+        let row = self.plan.groups[0].max_blocks_per_seq as usize;
+        let view = SeqView { layout: &layout, table: &self.tables[..row], slot: 0 };
+        let (unit, token) = view.place(position);
+        for head in 0..layout.num_kv_heads {
+            let at = layout.scales(unit, LAYER, Kv::V, head, token);
+            let bytes = scale.to_le_bytes().repeat(layout.scales_per_row as usize);
+            self.device.write(at, &bytes).expect("inside");
+        }
     }
 
     /// Attends with the last `rows` positions of each of some slots.

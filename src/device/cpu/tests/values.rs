@@ -36,7 +36,7 @@ fn assert_close(got: &Answer, expected: &Answer, tolerance: f32, what: &dyn std:
     }
 }
 
-const HEAD_DIMS: [u32; 7] = [8, 64, 72, 80, 96, 128, 256];
+const HEAD_DIMS: [u32; 8] = [8, 16, 64, 72, 80, 96, 128, 256];
 const LENGTHS: [u32; 5] = [1, 7, 64, 513, 1300];
 
 /// Mode, tokens per block, window, sinks.
