@@ -102,9 +102,6 @@ fn edge_61_any_read_that_fails_leaves_no_trace() {
         save_of(&source, seq, &whole).expect("written");
         let bytes = std::fs::read(&whole).expect("there");
         for (mode, busy) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
-            if busy && holds == Holds::Sequence {
-                continue;
-            }
             let mut plain = receiver(holds, mode, busy);
             let (seq, calls) =
                 disturbed(FileCalls::default(), || holds.restore(&mut plain, &whole));
