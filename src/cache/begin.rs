@@ -110,7 +110,8 @@ impl Cache {
         options: &BeginOptions,
     ) -> Result<(Begun, Hit), CacheError> {
         self.abandon_step();
-        let (begun, Pending { found, .. }) = self.begin_claimed(prompt, options, false)?;
+        let (begun, pending) = self.begin_claimed(prompt, options, false)?;
+        let Pending { found, free_at } = pending;
         let slot = begun.sequence.slot;
         let finished = self
             .take_partial(slot)
@@ -119,7 +120,7 @@ impl Cache {
             .and_then(|()| self.scrub_begun_slot(slot, found.len))
             .and_then(|()| self.check_scrubbed());
         if let Err(error) = finished {
-            self.abandon_begun(begun.sequence);
+            self.abandon_begun(begun.sequence, free_at);
             return Err(error);
         }
         self.note_peaks();
@@ -175,7 +176,8 @@ impl Cache {
         if let Err(failed) = self.finish_batch(wanted, out) {
             // The device failed: give back what there is.
             while let Some(begun) = out.pop() {
-                self.abandon_begun(begun.sequence);
+                let free_at = self.pending[begun.sequence.slot as usize].free_at;
+                self.abandon_begun(begun.sequence, free_at);
             }
             return Err(failed);
         }

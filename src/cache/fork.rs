@@ -55,7 +55,7 @@ impl Cache {
             .and_then(|()| self.scrub_forked_slot(target))
             .and_then(|()| self.check_scrubbed());
         if let Err(error) = copied {
-            self.abandon_begun(copy);
+            self.abandon_begun(copy, at);
             return Err(error);
         }
         self.note_shared_tails(source);

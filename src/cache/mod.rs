@@ -296,11 +296,13 @@ impl Cache {
     }
 
     /// Gives back what a sequence has that could not be begun, because the device failed. Not all
-    /// of it was written, so nobody else gets any of it; and nobody has ended.
-    fn abandon_begun(&mut self, sequence: SeqHandle) {
+    /// of it was written, so nobody else gets any of it; and nobody has ended. `free_at`: the place
+    /// in the free list that its slot was taken from.
+    fn abandon_begun(&mut self, sequence: SeqHandle, free_at: usize) {
         self.scrub_refused = None;
         self.seqs.record_mut(sequence.slot).known = 0;
         self.release_slot(sequence.slot);
+        self.seqs.move_freed(free_at);
         // Nor has it made those younger that begin after it.
         self.begun -= 1;
     }

@@ -230,6 +230,13 @@ impl SeqTable {
         self.free.push(slot);
     }
 
+    /// Moves the slot that was given back last to where it had been taken from.
+    pub(super) fn move_freed(&mut self, at: usize) {
+        if let Some(slot) = self.free.pop() {
+            self.free.insert(at.min(self.free.len()), slot);
+        }
+    }
+
     fn clear(&mut self, slot: u32) {
         if let Some(key) = self.record(slot).key {
             self.keys.remove(key_tag(key), slot);

