@@ -49,6 +49,37 @@ impl Avx2 {
         (op!(_mm256_and_ps(product.0, low)), op!(_mm256_and_ps(product.1, high)))
     }
 
+    /// Exchanges rows and columns of eight.
+    #[inline(always)]
+    pub(super) fn transpose_eight(self, rows: [__m256; 8]) -> [__m256; 8] {
+        let mut other = rows;
+        for i in 0..4 {
+            other[2 * i] = op!(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]));
+            other[2 * i + 1] = op!(_mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+        }
+        // In each half: one element of four rows.
+        let mut fours = other;
+        for i in 0..2 {
+            let [a, b, c, d] = [other[4 * i], other[4 * i + 1], other[4 * i + 2], other[4 * i + 3]];
+            fours[4 * i] = op!(_mm256_shuffle_ps::<0x44>(a, c));
+            fours[4 * i + 1] = op!(_mm256_shuffle_ps::<0xEE>(a, c));
+            fours[4 * i + 2] = op!(_mm256_shuffle_ps::<0x44>(b, d));
+            fours[4 * i + 3] = op!(_mm256_shuffle_ps::<0xEE>(b, d));
+        }
+        let mut columns = fours;
+        for j in 0..4 {
+            columns[j] = op!(_mm256_permute2f128_ps::<0x20>(fours[j], fours[4 + j]));
+            columns[4 + j] = op!(_mm256_permute2f128_ps::<0x31>(fours[j], fours[4 + j]));
+        }
+        columns
+    }
+
+    /// `a + b`
+    #[inline(always)]
+    pub(super) fn plus(self, a: (__m256, __m256), b: (__m256, __m256)) -> (__m256, __m256) {
+        (op!(_mm256_add_ps(a.0, b.0)), op!(_mm256_add_ps(a.1, b.1)))
+    }
+
     /// `x` in eight lanes.
     #[inline(always)]
     fn one_half(self, x: f32) -> __m256 {

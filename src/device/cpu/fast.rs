@@ -21,7 +21,7 @@ use super::portion::Portion;
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
 use super::tile::{Ahead, Keys, Run, TILE, Tile, TileRow, Vectors, mask};
-use super::values::{all_values, passes};
+use super::values::{Stored, all_values, passes};
 use crate::plan::{Kv, TILE_TOKENS};
 
 /// How q·k and the weighted values of a tile are computed.
@@ -149,7 +149,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         _: &mut [Line],
         acc: &mut [Line],
     ) {
-        all_values::<I, E>(self.0, task, tile, (0, TILE), ahead, weights, acc);
+        all_values(self.0, Stored::<E>(PhantomData), task, tile, (0, TILE), ahead, weights, acc);
     }
 
     #[inline(always)]
@@ -163,7 +163,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         _: &[Line],
         acc: &mut [Line],
     ) {
-        all_values::<I, E>(self.0, task, tile, run, ahead, weights, acc);
+        all_values(self.0, Stored::<E>(PhantomData), task, tile, run, ahead, weights, acc);
     }
 
     #[inline(always)]
@@ -446,7 +446,9 @@ pub(super) fn all_weights<I: Isa>(
         }
         for i in 0..scores.len() {
             let g = first + i;
-            let keep = exp_of::<I>(part.max[g] - finite_base(maxima[i]));
+            // Mostly it stays, and e^0 is 1.
+            let stays = part.max[g] == maxima[i] && maxima[i].is_finite();
+            let keep = if stays { 1.0 } else { exp_of::<I>(part.max[g] - finite_base(maxima[i])) };
             part.max[g] = maxima[i];
             part.sum[g] = part.sum[g] * keep + sums[i];
             // A product with 1 changes nothing.

@@ -20,6 +20,7 @@ use std::arch::x86_64::*;
 
 use super::fast::{Products, split_with};
 use super::lanes::{Isa, Line, WIDTH};
+use super::madd_tile::split_many;
 use super::task::{Split, Task};
 use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
 use super::x86::{Avx2, memory_op, op};
@@ -36,19 +37,22 @@ const MOST: f32 = 32767.0;
 const Q_TINY: f32 = 1e-30;
 
 /// Elements that are widened together.
-const STEP: usize = WIDTH;
+pub(super) const STEP: usize = WIDTH;
+
+/// Query heads from which on a tile's vectors are widened once for all of them (`madd_tile.rs`).
+const MANY_HEADS: usize = 16;
 
 /// Lanes of four bytes.
-const EIGHT: usize = 8;
+pub(super) const EIGHT: usize = 8;
 
 /// Steps of a group that has a scale of its own.
 const GROUP_STEPS: usize = SCALE_GROUP as usize / STEP;
 
 /// Lines of a head's weights as integers: one integer for each key of a tile.
-const CODED_LINES: usize = TILE * 2 / size_of::<Line>();
+pub(super) const CODED_LINES: usize = TILE * 2 / size_of::<Line>();
 
 /// Half a line: sixteen integers of two bytes, or eight of four.
-type Half = [f32; EIGHT];
+pub(super) type Half = [f32; EIGHT];
 
 /// Whether INT8 vectors of this layout are computed here: several steps of sixteen, or whole groups,
 /// and few enough that the sums of products fit in 32 bits.
@@ -61,7 +65,11 @@ pub(super) fn takes(layout: &GroupLayout) -> bool {
 /// Computes one split.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn split<const GROUPED: bool>(isa: Avx2, work: &mut Split<'_, '_>) {
-    split_with(Integers::<GROUPED>(isa), work);
+    if !GROUPED && work.task.has_heads(MANY_HEADS) {
+        split_many(isa, work);
+    } else {
+        split_with(Integers::<GROUPED>(isa), work);
+    }
 }
 
 /// Products of integers. `GROUPED`: every 32 elements have a scale that lies in the block.
@@ -69,7 +77,7 @@ pub(super) fn split<const GROUPED: bool>(isa: Avx2, work: &mut Split<'_, '_>) {
 struct Integers<const GROUPED: bool>(Avx2);
 
 /// Lines of a query as integers, and the one behind them that says what a unit stands for.
-fn query_lines(dim: usize) -> usize {
+pub(super) fn query_lines(dim: usize) -> usize {
     (dim * 2).div_ceil(size_of::<Line>()) + 1
 }
 
@@ -90,13 +98,8 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
         q: &'b [f32],
         coded: &'b mut [f32],
     ) -> (&'b [Line], usize) {
-        let lines = query_lines(task.padded_dim);
-        let vectors = task.kv_heads as usize * task.heads();
-        let coded = &mut coded.as_chunks_mut::<WIDTH>().0[..vectors * lines];
-        for (q, coded) in q.chunks_exact(task.padded_dim).zip(coded.chunks_exact_mut(lines)) {
-            encode_query(self.0, q, coded);
-        }
-        (coded, task.heads() * lines)
+        let lines = task.heads() * query_lines(task.padded_dim);
+        (encode_queries(self.0, task, q, coded), lines)
     }
 
     #[inline(always)]
@@ -193,6 +196,23 @@ fn lines_at_once(heads: usize) -> usize {
         2 => 2,
         _ => 1,
     }
+}
+
+/// Turns the queries of a task into integers. Gives [`query_lines`] lines for each.
+#[inline(always)]
+pub(super) fn encode_queries<'b>(
+    isa: Avx2,
+    task: &Task<'_>,
+    q: &[f32],
+    coded: &'b mut [f32],
+) -> &'b [Line] {
+    let lines = query_lines(task.padded_dim);
+    let vectors = task.kv_heads as usize * task.heads();
+    let coded = &mut coded.as_chunks_mut::<WIDTH>().0[..vectors * lines];
+    for (q, coded) in q.chunks_exact(task.padded_dim).zip(coded.chunks_exact_mut(lines)) {
+        encode_query(isa, q, coded);
+    }
+    coded
 }
 
 /// Turns a query into integers of two bytes, and what one unit of them stands for: NaN for a query
@@ -334,20 +354,20 @@ fn products<const GROUPED: bool, const G: usize, const K: usize>(
 
 /// Sixteen bytes as integers of two.
 #[inline(always)]
-fn widen(_isa: Avx2, bytes: &[u8; STEP]) -> __m256i {
+pub(super) fn widen(_isa: Avx2, bytes: &[u8; STEP]) -> __m256i {
     let bytes = memory_op!(_mm_loadu_si128(bytes.as_ptr().cast()));
     op!(_mm256_cvtepi8_epi16(bytes))
 }
 
 /// Half a line as integers.
 #[inline(always)]
-fn load(_isa: Avx2, from: &Half) -> __m256i {
+pub(super) fn load(_isa: Avx2, from: &Half) -> __m256i {
     memory_op!(_mm256_loadu_si256(from.as_ptr().cast()))
 }
 
 /// Stores integers as half a line.
 #[inline(always)]
-fn store(_isa: Avx2, v: __m256i, to: &mut Half) {
+pub(super) fn store(_isa: Avx2, v: __m256i, to: &mut Half) {
     memory_op!(_mm256_storeu_si256(to.as_mut_ptr().cast(), v));
 }
 
@@ -355,7 +375,7 @@ fn store(_isa: Avx2, v: __m256i, to: &mut Half) {
 /// bytes. `group`: which of a vector's scales; `coded`: `[heads, CODED_LINES]`; `units`: what one
 /// unit stands for, `[heads]`
 #[inline(always)]
-fn encode_weights(
+pub(super) fn encode_weights(
     isa: Avx2,
     tile: &Tile<'_>,
     group: Option<usize>,
@@ -456,7 +476,7 @@ fn values_of<const G: usize, const B: usize>(
 
 /// Some values of two keys, element by element: eight elements of both in each vector.
 #[inline(always)]
-fn two_keys(_isa: Avx2, first: &[u8; STEP], second: &[u8; STEP]) -> [__m256i; 2] {
+pub(super) fn two_keys(_isa: Avx2, first: &[u8; STEP], second: &[u8; STEP]) -> [__m256i; 2] {
     let first = memory_op!(_mm_loadu_si128(first.as_ptr().cast()));
     let second = memory_op!(_mm_loadu_si128(second.as_ptr().cast()));
     [

@@ -12,6 +12,8 @@ mod avx2;
 #[cfg(x86_kernels)]
 mod avx2_store;
 #[cfg(x86_kernels)]
+mod avx2_tile;
+#[cfg(x86_kernels)]
 mod bf16;
 #[cfg(x86_kernels)]
 mod bf16_tile;
@@ -24,6 +26,8 @@ mod kernel;
 mod lanes;
 #[cfg(x86_kernels)]
 mod madd;
+#[cfg(x86_kernels)]
+mod madd_tile;
 mod memory;
 #[cfg(x86_kernels)]
 mod packed;

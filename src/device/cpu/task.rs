@@ -43,6 +43,11 @@ impl Task<'_> {
         self.rows * self.group
     }
 
+    /// Whether there are so many of them, of one KV head.
+    pub(super) fn has_heads(&self, many: usize) -> bool {
+        self.kv_heads == 1 && self.heads() >= many
+    }
+
     /// The tasks of the single KV heads.
     pub(super) fn each_kv_head(&self) -> impl Iterator<Item = Self> {
         let task = *self;

@@ -7,15 +7,36 @@
     reason = "loops over constant bounds index register arrays; this is the form that unrolls"
 )]
 
+use std::marker::PhantomData;
+
 use super::lanes::{Element, Isa, Line, WIDTH};
 use super::task::Task;
 use super::tile::{Ahead, Keys, NOTHING, QUAD, TILE, Tile, TileRow, prefetch};
 
+/// Where the values of a tile are taken from.
+pub(super) trait Values<I: Isa>: Copy {
+    /// Adds the weighted values of some keys to the accumulators of some heads.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one product")]
+    fn add(
+        self,
+        isa: I,
+        tile: &Tile<'_>,
+        ahead: Option<&mut impl Ahead>,
+        keys: Keys,
+        heads: usize,
+        weights: &[TileRow],
+        lines: usize,
+        acc: &mut [Line],
+    );
+}
+
 /// Adds the weighted values of the keys `within` to the accumulators of all heads, and asks for
 /// what comes next.
 #[inline(always)]
-pub(super) fn all_values<I: Isa, E: Element>(
+#[expect(clippy::too_many_arguments, reason = "the operands of one product")]
+pub(super) fn all_values<I: Isa>(
     isa: I,
+    values: impl Values<I>,
     task: &Task<'_>,
     tile: &Tile<'_>,
     within: Keys,
@@ -36,17 +57,17 @@ pub(super) fn all_values<I: Isa, E: Element>(
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
         let rest = part((from, to.min(common.0)));
-        add::<I, E>(isa, tile, NOTHING, part(sinks), heads, weights, lines, acc);
-        add::<I, E>(isa, tile, NOTHING, rest, heads, weights, lines, acc);
+        values.add(isa, tile, NOTHING, part(sinks), heads, weights, lines, acc);
+        values.add(isa, tile, NOTHING, rest, heads, weights, lines, acc);
     }
     let heads = weights.len();
-    add::<I, E>(isa, tile, Some(ahead), part(common), heads, weights, lines, acc);
+    values.add(isa, tile, Some(ahead), part(common), heads, weights, lines, acc);
     for row in 0..task.rows {
         let (_, (from, to)) = last_two(tile.seen_by(task, row));
         let (weights, acc) = (&weights[row * task.group..], &mut acc[row * per_row..]);
         let heads = task.group;
         let rest = part((from.max(common.1), to));
-        add::<I, E>(isa, tile, NOTHING, rest, heads, weights, lines, acc);
+        values.add(isa, tile, NOTHING, rest, heads, weights, lines, acc);
     }
 }
 
@@ -69,40 +90,53 @@ fn last_two([sinks, rest]: [Keys; 2]) -> (Keys, Keys) {
     (sinks, rest)
 }
 
-/// Adds the weighted values of some keys to the accumulators of some heads.
-#[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the operands of one product")]
-fn add<I: Isa, E: Element>(
-    isa: I,
-    tile: &Tile<'_>,
-    mut ahead: Option<&mut impl Ahead>,
-    keys: Keys,
-    heads: usize,
-    weights: &[TileRow],
-    lines: usize,
-    acc: &mut [Line],
-) {
-    if keys.0 >= keys.1 {
-        return;
+/// The values where they lie in the pool.
+#[derive(Debug)]
+pub(super) struct Stored<E>(pub(super) PhantomData<E>);
+
+impl<E> Clone for Stored<E> {
+    fn clone(&self) -> Self {
+        *self
     }
-    let mut g = 0;
-    while heads - g >= 4 {
-        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
-        if I::WIDE {
-            values_of::<I, E, 4, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
-        } else {
-            values_of::<I, E, 4, 1>(isa, tile, ahead.take(), keys, weights, lines, acc);
+}
+
+impl<E> Copy for Stored<E> {}
+
+impl<I: Isa, E: Element> Values<I> for Stored<E> {
+    #[inline(always)]
+    fn add(
+        self,
+        isa: I,
+        tile: &Tile<'_>,
+        mut ahead: Option<&mut impl Ahead>,
+        keys: Keys,
+        heads: usize,
+        weights: &[TileRow],
+        lines: usize,
+        acc: &mut [Line],
+    ) {
+        if keys.0 >= keys.1 {
+            return;
         }
-        g += 4;
-    }
-    while heads - g >= 2 {
-        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
-        values_of::<I, E, 2, 2>(isa, tile, ahead.take(), keys, weights, lines, acc);
-        g += 2;
-    }
-    if heads > g {
-        let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
-        values_of::<I, E, 1, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+        let mut g = 0;
+        while heads - g >= 4 {
+            let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+            if I::WIDE {
+                values_of::<I, E, 4, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            } else {
+                values_of::<I, E, 4, 1>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            }
+            g += 4;
+        }
+        while heads - g >= 2 {
+            let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+            values_of::<I, E, 2, 2>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            g += 2;
+        }
+        if heads > g {
+            let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
+            values_of::<I, E, 1, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+        }
     }
 }
 

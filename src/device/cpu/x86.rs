@@ -5,6 +5,7 @@ use std::arch::x86_64::*;
 use super::super::AppendCounts;
 use super::super::convert::Source;
 use super::append::{AppendItem, AppendJob, Stores, store_item};
+use super::avx2_tile;
 use super::bf16::Bf16;
 use super::bf16_tile::split_many;
 use super::exp::{LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, P, ROUND};
@@ -295,7 +296,7 @@ macro_rules! kernel {
     ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident, $integers:expr) => {
         #[target_feature(enable = $features)]
         fn $split<E: Element>(isa: $isa, work: &mut Split<'_, '_>) {
-            split::<$isa, E>(isa, work);
+            isa.split_in_lanes::<E>(work);
         }
 
         #[target_feature(enable = $features)]
@@ -362,7 +363,7 @@ impl Kernel for Vnni {
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512vnni,avx512vbmi,avx512bf16")]
 fn split_bf16<const TERMS: usize>(isa: Bf16<TERMS>, work: &mut Split<'_, '_>) {
-    if work.task.kv_heads == 1 && work.task.heads() >= MANY_HEADS {
+    if work.task.has_heads(MANY_HEADS) {
         split_many(isa, work);
     } else {
         split_with(isa, work);
@@ -405,6 +406,16 @@ impl<const TERMS: usize> Kernel for Bf16<TERMS> {
 type SplitFn<I> = unsafe fn(I, &mut Split<'_, '_>);
 
 impl Avx2 {
+    /// Computes one split in f32 lanes.
+    #[inline(always)]
+    fn split_in_lanes<E: Element>(self, work: &mut Split<'_, '_>) {
+        if work.task.has_heads(E::MANY_HEADS) {
+            avx2_tile::split_many::<E>(self, work);
+        } else {
+            split::<Self, E>(self, work);
+        }
+    }
+
     /// INT8 of most shapes.
     fn integers(layout: &GroupLayout) -> Option<SplitFn<Self>> {
         if layout.format.element != Format::Int8 || !madd::takes(layout) {
@@ -416,6 +427,12 @@ impl Avx2 {
 }
 
 impl Avx512 {
+    /// Computes one split in f32 lanes. Vectors that are widened once gain nothing here.
+    #[inline(always)]
+    fn split_in_lanes<E: Element>(self, work: &mut Split<'_, '_>) {
+        split::<Self, E>(self, work);
+    }
+
     /// None: that is what [`Vnni`] is for.
     fn integers(_: &GroupLayout) -> Option<SplitFn<Self>> {
         None
