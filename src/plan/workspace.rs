@@ -143,8 +143,9 @@ impl CpuWorkspace {
         Ok(terms.try_add(scales)?.get())
     }
 
-    /// f32 numbers that hold a tile's keys, and its values, rearranged: two bytes an element at
-    /// most. `[2, TILE_TOKENS, padded_dim / 2]`
+    /// f32 numbers that hold a tile's keys, and its values, rearranged, with two bytes an element
+    /// at most, `[2, TILE_TOKENS, padded_dim / 2]`; or one after the other as f32,
+    /// `[TILE_TOKENS, padded_dim]`.
     ///
     /// # Errors
     /// [`Overflow`] when it does not fit in 64 bits.

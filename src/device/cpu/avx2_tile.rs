@@ -15,17 +15,22 @@ use std::arch::x86_64::*;
 use super::fast::Steps;
 use super::lanes::{Element, Isa, Line, WIDTH};
 use super::portion::Portion;
-use super::task::Split;
+use super::task::{Split, Task};
 use super::tile::{Ahead, Keys, QUAD, TILE, Tile, TileRow};
 use super::values::{Values, all_values};
 use super::x86::{Avx2, memory_op, op};
+use crate::config::Format;
 
-/// Query heads whose products with a line of keys or values are computed side by side: twelve
-/// accumulators of eight lanes, where there are sixteen registers.
-const ABREAST: usize = 6;
+/// Query heads to which a line of values is added side by side: twelve accumulators of eight lanes,
+/// where there are sixteen registers.
+const VALUES_ABREAST: usize = 6;
+
+/// Query heads whose products with a line of keys are computed side by side: as many, two for each
+/// of eight lanes.
+const SCORES_ABREAST: usize = 3;
 
 /// Keys whose values are widened side by side.
-const AT_ONCE: usize = 8;
+const KEYS_ABREAST: usize = 8;
 
 /// The partial sums in the order in which they are added: each four lanes 4 apart, of these four
 /// sums first the even ones.
@@ -36,6 +41,16 @@ type Lanes = <Avx2 as Isa>::V;
 
 /// Sixteen elements of sixteen keys: each line is one element of all of them.
 type Block = [Line; WIDTH];
+
+/// Whether a task's vectors are widened once for all of its query heads. Where widening takes longer,
+/// that pays with fewer of them. (INT8 that `madd.rs` does not take: as bf16, not measured.)
+pub(super) fn takes<E: Element>(task: &Task<'_>) -> bool {
+    let many = match task.view.layout.format.element {
+        Format::F32 | Format::F16 => 80,
+        Format::Bf16 | Format::Int8 => 40,
+    };
+    !E::GROUPED && task.has_heads(many)
+}
 
 /// Computes one split of one KV head.
 #[inline(always)]
@@ -127,22 +142,22 @@ fn whole_keys<E: Element>(isa: Avx2, tile: &Tile<'_>, first: usize, out: &mut [B
 fn pack_values<E: Element>(isa: Avx2, tile: &Tile<'_>, out: &mut [Line]) {
     let whole = tile.row_bytes / size_of::<E::Chunk>();
     // A few keys at a time, since what is written for one of them lies a whole tile apart.
-    for first in (0..TILE).step_by(AT_ONCE) {
-        let mut rows: [&[E::Chunk]; AT_ONCE] = [&[]; AT_ONCE];
-        let mut rests: [&[u8]; AT_ONCE] = [&[]; AT_ONCE];
-        for i in 0..AT_ONCE {
+    for first in (0..TILE).step_by(KEYS_ABREAST) {
+        let mut rows: [&[E::Chunk]; KEYS_ABREAST] = [&[]; KEYS_ABREAST];
+        let mut rests: [&[u8]; KEYS_ABREAST] = [&[]; KEYS_ABREAST];
+        for i in 0..KEYS_ABREAST {
             (rows[i], rests[i]) = E::chunks(tile.v(first + i));
             rows[i] = &rows[i][..whole];
         }
         let (out, tail) = out.split_at_mut(whole * TILE);
         for (c, out) in out.chunks_exact_mut(TILE).enumerate() {
-            let out = &mut out[first..first + AT_ONCE];
-            for i in 0..AT_ONCE {
+            let out = &mut out[first..first + KEYS_ABREAST];
+            for i in 0..KEYS_ABREAST {
                 isa.store(E::load(isa, &rows[i][c]), &mut out[i]);
             }
         }
         if !tail.is_empty() {
-            for i in 0..AT_ONCE {
+            for i in 0..KEYS_ABREAST {
                 isa.store(E::load_tail(isa, rests[i]), &mut tail[first + i]);
             }
         }
@@ -168,7 +183,7 @@ fn all_scores(
         while g < heads {
             let (q, scores) = (&q[g * lines..], &mut scores[g..]);
             g += match heads - g {
-                3.. => scores_of::<3>(isa, line, k, q, lines, scores),
+                SCORES_ABREAST.. => scores_of::<SCORES_ABREAST>(isa, line, k, q, lines, scores),
                 2 => scores_of::<2>(isa, line, k, q, lines, scores),
                 _ => scores_of::<1>(isa, line, k, q, lines, scores),
             };
@@ -272,7 +287,9 @@ impl Values<Avx2> for Packed<'_> {
             while g < heads {
                 let (weights, acc) = (&weights[g..], &mut acc[g * lines + line..]);
                 g += match heads - g {
-                    ABREAST.. => values_of::<ABREAST>(isa, keys.0, v, weights, lines, acc),
+                    VALUES_ABREAST.. => {
+                        values_of::<VALUES_ABREAST>(isa, keys.0, v, weights, lines, acc)
+                    }
                     4.. => values_of::<4>(isa, keys.0, v, weights, lines, acc),
                     2.. => values_of::<2>(isa, keys.0, v, weights, lines, acc),
                     _ => values_of::<1>(isa, keys.0, v, weights, lines, acc),

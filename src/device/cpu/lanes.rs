@@ -309,9 +309,6 @@ pub(super) trait Element: 'static {
     const BYTES: usize;
     /// Whether 32 elements share a scale that lies in the block.
     const GROUPED: bool = false;
-    /// Query heads from which on AVX2 widens a tile's vectors once for all of them
-    /// (`avx2_tile.rs`): the longer that takes, the fewer.
-    const MANY_HEADS: usize;
 
     /// The whole chunks of a vector, and what is left: nothing, or eight elements.
     fn chunks(row: &[u8]) -> (&[Self::Chunk], &[u8]);
@@ -322,7 +319,7 @@ pub(super) trait Element: 'static {
 }
 
 macro_rules! element {
-    ($(#[$doc:meta])* $name:ident, $bytes:literal, $grouped:literal, $many:expr, $from:ident) => {
+    ($(#[$doc:meta])* $name:ident, $bytes:literal, $grouped:literal, $from:ident) => {
         $(#[$doc])*
         #[derive(Debug)]
         pub(super) struct $name;
@@ -331,7 +328,6 @@ macro_rules! element {
             type Chunk = [u8; $bytes * WIDTH];
             const BYTES: usize = $bytes;
             const GROUPED: bool = $grouped;
-            const MANY_HEADS: usize = $many;
 
             #[inline(always)]
             fn chunks(row: &[u8]) -> (&[Self::Chunk], &[u8]) {
@@ -355,21 +351,21 @@ macro_rules! element {
 
 element!(
     /// IEEE single precision.
-    ElementF32, 4, false, 80, widen_f32
+    ElementF32, 4, false, widen_f32
 );
 element!(
     /// IEEE half precision.
-    ElementF16, 2, false, 80, widen_f16
+    ElementF16, 2, false, widen_f16
 );
 element!(
     /// bfloat16.
-    ElementBf16, 2, false, 40, widen_bf16
+    ElementBf16, 2, false, widen_bf16
 );
 element!(
     /// Signed bytes with one scale for the vector.
-    ElementI8, 1, false, 40, widen_i8
+    ElementI8, 1, false, widen_i8
 );
 element!(
     /// Signed bytes with a scale for every 32.
-    ElementI8Grouped, 1, true, usize::MAX, widen_i8
+    ElementI8Grouped, 1, true, widen_i8
 );

@@ -35,17 +35,14 @@ impl Portion {
 
     /// The keys of a tile that any of its rows sees, and some that none does: one range.
     pub(super) fn keys(self, task: &Task<'_>, tile: &Tile<'_>) -> Keys {
-        // The first row sees farthest back, the last one farthest ahead; sinks come before all.
-        let [sinks, first] = tile.seen_by(task, self.first);
-        let [_, last] = tile.seen_by(task, self.first + self.rows - 1);
-        let from = if sinks.0 < sinks.1 {
-            sinks.0
-        } else if first.0 < first.1 {
-            first.0
-        } else {
-            // What the first row sees ends before the tile, or begins behind it.
-            0
-        };
-        (from, last.1.max(first.1).max(sinks.1))
+        // As positions: of this tile the first and the last row may see nothing, and one between
+        // them something.
+        let last = self.first + self.rows - 1;
+        let [sinks, rest] = tile.cut(task.seen_by_rows(self.first, last));
+        match (sinks.0 < sinks.1, rest.0 < rest.1) {
+            (true, true) => (sinks.0, rest.1),
+            (true, false) => sinks,
+            (false, _) => rest,
+        }
     }
 }

@@ -43,7 +43,8 @@ impl Task<'_> {
         self.rows * self.group
     }
 
-    /// Whether there are so many of them, of one KV head.
+    /// Whether there are at least so many of them, all of one KV head.
+    #[cfg(x86_kernels)]
     pub(super) fn has_heads(&self, many: usize) -> bool {
         self.kv_heads == 1 && self.heads() >= many
     }
@@ -63,12 +64,19 @@ impl Task<'_> {
         [(0, sinks), (from, position + 1)]
     }
 
-    /// The positions that any row sees. The first one sees farthest back, the last one farthest
-    /// ahead, and each begins where those before it see something.
+    /// The positions that any of some rows sees. The first one sees farthest back, the last one
+    /// farthest ahead, and each begins where those before it see something.
+    #[inline(always)]
+    pub(super) fn seen_by_rows(&self, first: usize, last: usize) -> [(u32, u32); 2] {
+        let [sinks, (from, _)] = self.seen_by(first);
+        let [_, (_, to)] = self.seen_by(last);
+        [sinks, (from, to)]
+    }
+
+    /// The positions that any row sees.
     #[inline(always)]
     pub(super) fn seen(&self) -> [(u32, u32); 2] {
-        let [sinks, (from, _)] = self.seen_by(0);
-        [sinks, (from, self.end())]
+        self.seen_by_rows(0, self.rows - 1)
     }
 
     /// The end of what any row sees.
@@ -206,7 +214,8 @@ pub(super) struct Split<'a, 'b> {
     pub(super) weights: &'b mut [f32],
     /// For the scales of a tile's K vectors, and of its V vectors. `[2, TILE_TOKENS]`
     pub(super) row_scales: &'b mut [f32],
-    /// For a tile's K vectors, then its V vectors, in another form. `[CpuWorkspace::packed_len]`
+    /// For a tile's K vectors and its V vectors in another form, side by side or one after the
+    /// other. `[CpuWorkspace::packed_len]`
     pub(super) packed: &'b mut [f32],
     /// Where the result goes; whatever it held is lost. `[kv_heads, partial_len]`
     pub(super) parts: Parts<'b>,

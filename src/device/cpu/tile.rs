@@ -155,8 +155,13 @@ impl<'a> Tile<'a> {
 
     /// The keys of the tile that one row sees.
     pub(super) fn seen_by(&self, task: &Task<'_>, row: usize) -> [Keys; 2] {
+        self.cut(task.seen_by(row))
+    }
+
+    /// The parts of two ranges of positions that lie in the tile, as keys.
+    pub(super) fn cut(&self, ranges: [(u32, u32); 2]) -> [Keys; 2] {
         let end = self.start.saturating_add(TILE_TOKENS);
-        task.seen_by(row).map(|range| keys(range, self.start, end))
+        ranges.map(|range| keys(range, self.start, end))
     }
 
     /// Whether a row sees all keys that a tile can have.

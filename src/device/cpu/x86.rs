@@ -409,7 +409,7 @@ impl Avx2 {
     /// Computes one split in f32 lanes.
     #[inline(always)]
     fn split_in_lanes<E: Element>(self, work: &mut Split<'_, '_>) {
-        if work.task.has_heads(E::MANY_HEADS) {
+        if avx2_tile::takes::<E>(work.task) {
             avx2_tile::split_many::<E>(self, work);
         } else {
             split::<Self, E>(self, work);

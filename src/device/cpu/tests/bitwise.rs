@@ -71,7 +71,8 @@ fn token_by_token_changes_no_bit() {
 fn rows_at_once_change_no_bit() {
     // Prefills of all at once, in chunks, and with few and many threads, which make blocks of
     // different heights; heads that fill lines and blocks and some that do not.
-    let shapes = [(1, 64), (1, 16), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (40, 64)];
+    let shapes =
+        [(1, 64), (1, 16), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (5, 24), (1, 8), (40, 64)];
     for kernel in kernels() {
         for (i, (group, head_dim)) in shapes.into_iter().enumerate() {
             for (j, format) in FORMATS.into_iter().enumerate() {
@@ -109,6 +110,47 @@ fn rows_at_once_change_no_bit() {
                         continue;
                     }
                     assert!(answer(threads, chunk) == expected, "{params:?} {chunk}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_shorter_than_a_step_change_no_bit() {
+    // What the first and the last of some rows see of a tile says nothing of what those between
+    // see: a window may begin behind a tile and end in it for other rows.
+    let shapes = [(1, 1), (1, 8), (1, 15), (1, 30), (2, 14), (3, 8), (4, 2), (4, 6), (8, 2)];
+    for kernel in kernels() {
+        for (i, (group, window)) in shapes.into_iter().enumerate() {
+            for (j, format) in FORMATS.into_iter().enumerate() {
+                let params = Params {
+                    mode: CacheMode::Paged,
+                    kernel,
+                    format,
+                    group,
+                    window,
+                    sinks: [0, 0, 3][(i + j) % 3],
+                    kv_heads: 1,
+                    max_step_tokens: Some(128),
+                    ..Params::default()
+                };
+                let answer = |chunk| {
+                    let mut rig = Rig::new(params);
+                    rig.begin(SLOT, KEY);
+                    rig.append(SLOT, 40, u32::MAX);
+                    let (mut out, mut lse) = (Vec::new(), Vec::new());
+                    for _ in 0..88 / chunk {
+                        rig.append(SLOT, chunk, chunk);
+                        let answer = rig.attend(&[(SLOT, chunk)]);
+                        out.extend(answer.out);
+                        lse.extend(answer.lse);
+                    }
+                    Answer { out, lse }.bits()
+                };
+                let expected = answer(1);
+                for chunk in [88, 44] {
+                    assert!(answer(chunk) == expected, "{params:?} {chunk}");
                 }
             }
         }

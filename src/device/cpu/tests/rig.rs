@@ -36,6 +36,7 @@ pub(super) struct Params {
     pub(super) group: u32,
     pub(super) head_dim: u32,
     pub(super) max_seq_len: u32,
+    pub(super) max_step_tokens: Option<u32>,
     pub(super) threads: u32,
     pub(super) kernel: KernelChoice,
 }
@@ -52,6 +53,7 @@ impl Default for Params {
             group: 3,
             head_dim: 64,
             max_seq_len: 1400,
+            max_step_tokens: None,
             threads: 1,
             kernel: KernelChoice::Auto,
         }
@@ -72,7 +74,7 @@ pub(super) fn plan(params: &Params) -> Plan {
             max_seqs: SLOTS,
             max_seq_len: params.max_seq_len,
             max_batch_tokens: 4096,
-            max_step_tokens: None,
+            max_step_tokens: params.max_step_tokens,
             max_rewind_tokens: 0,
         },
         cache: CacheConfig {

@@ -75,6 +75,7 @@ fn every_kernel_agrees_with_the_reference() {
                     group,
                     head_dim,
                     max_seq_len,
+                    max_step_tokens: None,
                     threads: 2,
                     kernel: KernelChoice::Reference,
                 };
