@@ -9,7 +9,7 @@ out=${CARGO_TARGET_DIR:-$PWD/target}/fuzz
 build() {
     # As cargo-fuzz has them. AddressSanitizer is behind -Z in stable Rust too.
     # The portable kernels alone: those with vector instructions would take the most of the build.
-    local flags="--cfg fuzzing --cfg kvpool_portable -Adead_code -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"
+    local flags="--cfg fuzzing --cfg kvpool_portable -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4"
     flags+=" -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table"
     flags+=" -Cllvm-args=-sanitizer-coverage-trace-compares -Zsanitizer=address"
     RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags" KVPOOL_CUDA=off CARGO_TARGET_DIR="$out" \

@@ -75,6 +75,7 @@ pub(super) const fn f32_to_bf16(x: f32) -> u16 {
 /// An element type of the tensors that callers have.
 pub(super) trait Source: Copy + Sync {
     /// Which one.
+    #[cfg_attr(not(x86_kernels), allow(dead_code, reason = "only vector kernels ask"))]
     const DTYPE: DType;
     /// As f32, exactly.
     fn to_f32(self) -> f32;

@@ -5,6 +5,11 @@
 //! instances of; which one computes is decided at open and can be read from
 //! [`super::DeviceInfo`].
 
+#![cfg_attr(
+    not(x86_kernels),
+    allow(dead_code, reason = "the kernels for x86's vector instructions use more of the rest")
+)]
+
 mod append;
 mod attend;
 #[cfg(x86_kernels)]
