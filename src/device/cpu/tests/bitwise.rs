@@ -15,6 +15,21 @@ fn alone(params: Params, chunk: u32) -> Answer {
     rig.attend(&[(SLOT, 2)])
 }
 
+/// All rows of one sequence behind its first `cached` tokens, `chunk` of them a step.
+fn in_chunks(params: Params, cached: u32, rows: u32, chunk: u32) -> impl PartialEq {
+    let mut rig = Rig::new(params);
+    rig.begin(SLOT, KEY);
+    rig.append(SLOT, cached, u32::MAX);
+    let (mut out, mut lse) = (Vec::new(), Vec::new());
+    for _ in 0..rows / chunk {
+        rig.append(SLOT, chunk, chunk);
+        let answer = rig.attend(&[(SLOT, chunk)]);
+        out.extend(answer.out);
+        lse.extend(answer.lse);
+    }
+    Answer { out, lse }.bits()
+}
+
 fn arrangements(base: Params) -> Vec<Params> {
     let mut all = vec![base, Params { max_seq_len: 3000, ..base }];
     for threads in [2, 3, 5] {
@@ -90,19 +105,8 @@ fn rows_at_once_change_no_bit() {
                     sinks,
                     ..Params::default()
                 };
-                let answer = |threads, chunk| {
-                    let mut rig = Rig::new(Params { threads, ..params });
-                    rig.begin(SLOT, KEY);
-                    rig.append(SLOT, 470, u32::MAX);
-                    let (mut out, mut lse) = (Vec::new(), Vec::new());
-                    for _ in 0..90 / chunk {
-                        rig.append(SLOT, chunk, chunk);
-                        let answer = rig.attend(&[(SLOT, chunk)]);
-                        out.extend(answer.out);
-                        lse.extend(answer.lse);
-                    }
-                    Answer { out, lse }.bits()
-                };
+                let answer =
+                    |threads, chunk| in_chunks(Params { threads, ..params }, 470, 90, chunk);
                 let expected = answer(1, 1);
                 for (threads, chunk) in [(1, 90), (1, 45), (3, 90), (2, 9), (1, 9), (4, 2)] {
                     // No step is longer than a window.
@@ -135,19 +139,7 @@ fn windows_shorter_than_a_step_change_no_bit() {
                     max_step_tokens: Some(128),
                     ..Params::default()
                 };
-                let answer = |chunk| {
-                    let mut rig = Rig::new(params);
-                    rig.begin(SLOT, KEY);
-                    rig.append(SLOT, 40, u32::MAX);
-                    let (mut out, mut lse) = (Vec::new(), Vec::new());
-                    for _ in 0..88 / chunk {
-                        rig.append(SLOT, chunk, chunk);
-                        let answer = rig.attend(&[(SLOT, chunk)]);
-                        out.extend(answer.out);
-                        lse.extend(answer.lse);
-                    }
-                    Answer { out, lse }.bits()
-                };
+                let answer = |chunk| in_chunks(params, 40, 88, chunk);
                 let expected = answer(1);
                 for chunk in [88, 44] {
                     assert!(answer(chunk) == expected, "{params:?} {chunk}");
