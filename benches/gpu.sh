@@ -4,6 +4,11 @@
 #
 #   benches/gpu.sh [--tiny] [--filter TEXT] [--out FILE.json]
 #
+# On a GPU that these kernels have never run on, run the tests of P5 on it first:
+#   KVPOOL_CUDA=require KVPOOL_TEST_DEVICE=cuda cargo test --release --locked --test main one_answer::
+# This program looks for itself only whether a few answers are right and the same in every mode, and
+# whether a row is the same alone, in a chunk, and beside a long prompt.
+#
 # Needs a GPU with its driver, and either Rust and nvcc, to build, or a program that was built
 # elsewhere: KVPOOL_GPU_BENCH=PATH (what `cargo bench --bench gpu --no-run` names). Nothing is
 # downloaded but the crates that are built.

@@ -62,6 +62,14 @@ fn one(job: &Job<'_>, source: &Path) -> Result<(), String> {
     if image.is_file() && fs::read_to_string(&stamp).is_ok_and(|known| known == key) {
         return Ok(());
     }
+    // Before nvcc writes anything: an image that it was stopped at must not be taken for the one
+    // that the stamp names, when the sources are what they were again.
+    match fs::remove_file(&stamp) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(refused(&stamp)(error));
+        }
+        _ => {}
+    }
     let output = Command::new(job.nvcc)
         .args(&job.arguments)
         .arg("-o")

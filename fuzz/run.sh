@@ -30,10 +30,18 @@ fuzz() {
     grep -E "number_of_executed_units|DONE" "$out/$target.log" || true
 }
 
+# Opens every cache that capi and restore choose from, once.
+shapes() {
+    echo "fuzz: the shapes of capi and restore"
+    KVPOOL_FUZZ=shapes "$out/$host/release/kvpool-fuzz" README.md >"$out/shapes.log" 2>&1 ||
+        { tail -n 40 "$out/shapes.log"; exit 1; }
+}
+
 case ${1:?build, all, or a target} in
 build) build ;;
 all)
     build
+    shapes
     for target in $targets; do fuzz "$target" "${2:-10}"; done
     ;;
 *)

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 #[path = "../build/archs.rs"]
 mod archs;
+#[path = "../build/compile.rs"]
+mod compile;
 #[path = "../build/nvcc.rs"]
 mod nvcc;
 
@@ -125,4 +127,37 @@ fn what_the_toolkit_does_not_know_is_left_out_and_ptx_is_kept() {
     assert_eq!(known[0].flags()[1], "arch=compute_80,code=sm_80");
     let (known, unknown) = archs::known(vec![arch("100", true)], &codes);
     assert!(known.is_empty() && unknown == ["100"]);
+}
+
+/// A compiler that copies its source, and then fails at one that says so: as if it were stopped.
+#[cfg(unix)]
+const COPIER: &str = "echo x >> \"$0.runs\"; cp \"$3\" \"$2\"; ! grep -q stop \"$3\"";
+
+#[test]
+#[cfg(unix)]
+fn what_a_stopped_compiler_has_left_is_compiled_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let [nvcc, source] = ["nvcc.sh", "one.cu"].map(|name| folder.path().join(name));
+    std::fs::write(&nvcc, COPIER).unwrap();
+    let compile = |text: &str| {
+        std::fs::write(&source, text).unwrap();
+        let job = compile::Job {
+            nvcc: Path::new("/bin/sh"),
+            arguments: vec![nvcc.display().to_string()],
+            version: "release 13.0",
+            headers: 0,
+            out: folder.path(),
+            parallel: 1,
+        };
+        compile::compile(&job, std::slice::from_ref(&source))
+    };
+    let image = || std::fs::read_to_string(folder.path().join("one.fatbin")).unwrap();
+    let runs = || std::fs::read_to_string(folder.path().join("nvcc.sh.runs")).unwrap().len() / 2;
+    compile("old").unwrap();
+    compile("old").unwrap();
+    assert_eq!((&*image(), runs()), ("old", 1), "what is there is not compiled again");
+    compile("new, and stop").unwrap_err();
+    assert_eq!(image(), "new, and stop");
+    compile("old").unwrap();
+    assert_eq!((&*image(), runs()), ("old", 3), "the sources are what they were");
 }

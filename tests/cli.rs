@@ -1,6 +1,5 @@
 //! The command `kvpool`: what it prints, where, and with which exit status.
 
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -248,6 +247,11 @@ fn mistakes_in_the_command_or_the_file_are_status_2() {
     assert!(error.contains("--set: limits.max_seqs"), "{error}");
     let error = bad(&["plan", "configs/paged.toml", "--set", "pool.capacity=budget:1 KiB"], 2);
     assert!(error.contains("bytes short"), "{error}");
+    let config = Config::new(SMALL);
+    let output = kvpool(&["plan", config.path().to_str().expect("UTF-8")]);
+    assert_eq!(output.status.code(), Some(2), "a variant is as much of the file");
+    let error = text(&output.stderr);
+    assert!(error.starts_with("error: variant \"none\": pool.capacity: 32 tokens"), "{error}");
 }
 
 #[test]
@@ -299,16 +303,65 @@ fn presets_are_listed() {
 
 #[test]
 fn a_reader_that_stops_is_no_error() {
-    let mut child = command(&["presets", "--json"])
+    assert_eq!(unread(&["presets", "--json"]), (Some(0), String::new()));
+}
+
+/// A command whose standard output nobody reads; its status and what it says of errors.
+pub(crate) fn unread(arguments: &[&str]) -> (Option<i32>, String) {
+    let mut child = command(arguments)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .expect("the binary runs");
     drop(child.stdout.take());
-    let mut error = String::new();
-    child.stderr.take().expect("piped").read_to_string(&mut error).expect("UTF-8");
-    assert_eq!(error, "");
-    assert_eq!(child.wait().expect("ends").code(), Some(0));
+    let output = child.wait_with_output().expect("ends");
+    (output.status.code(), text(&output.stderr).to_owned())
+}
+
+/// The files of a job are for whoever reads them, whoever reads the standard output.
+#[test]
+fn files_are_written_and_problems_told_where_nobody_reads_the_output() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let at = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let computed = ["configs/quickstart.toml", "--set", "workload.requests=2"];
+    let replayed = ["configs/claims/d-block-size.toml", "--set", "workload.requests=20"];
+    let jobs = [("run", computed), ("compare", computed), ("compare", replayed)];
+    for (index, (verb, job)) in jobs.into_iter().enumerate() {
+        let out = at(&index.to_string());
+        let ended = unread(&[&[verb], &job[..], &["--out", &out]].concat());
+        assert_eq!(ended, (Some(0), String::new()), "{verb} {job:?}");
+        let files: &[&str] = &["results.json", "results.csv", "report.html"];
+        for file in &files[..if verb == "run" { 2 } else { 3 }] {
+            assert!(Path::new(&out).join(file).is_file(), "{verb} {job:?}: {file}");
+        }
+    }
+    // One variant cannot run: that is status 1, read or not.
+    let config = Config::new(SMALL);
+    for verb in ["run", "compare"] {
+        let ended = unread(&[verb, config.path().to_str().expect("UTF-8"), "--out", &at(verb)]);
+        assert_eq!(ended.0, Some(1), "{}", ended.1);
+        assert!(ended.1.starts_with("error: variant \"none\": "), "{}", ended.1);
+        assert!(!ended.1.contains("standard output"), "{}", ended.1);
+        assert!(Path::new(&at(verb)).join("results.json").is_file());
+    }
+}
+
+/// A disk that is full is told, and the files are written before.
+#[cfg(target_os = "linux")]
+#[test]
+fn files_are_written_where_the_output_cannot_be() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("out");
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("a device");
+    let config = Config::new(SMALL);
+    let path = config.path();
+    let words = ["run", path.to_str().expect("UTF-8"), "--out", out.to_str().expect("UTF-8")];
+    let output = command(&words).stdout(full).output().expect("the binary runs");
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("\nerror: the standard output cannot be written: "), "{error}");
+    assert!(error.starts_with("error: variant \"none\": "), "{error}");
+    assert!(out.join("results.csv").is_file());
 }
 
 #[test]
@@ -409,12 +462,40 @@ fn bench_refuses_what_measures_nothing() {
         let error = bad(&["bench", "append", option], 2);
         assert!(error.contains(range), "{error}");
     }
+    // The baseline of replays computes nothing, and 256 GiB are read by nobody.
+    for operation in ["decode", "append", "prefill"] {
+        let error = bad(&["bench", operation, "--modes", "paged,dynamic"], 2);
+        assert!(error.contains("\"dynamic\" is a baseline of replays"), "{error}");
+    }
+    for what in ["cores", "salt", "scrub"] {
+        let error = bad(&["bench", what, "--filter", "zzz"], 2);
+        assert!(error.contains("--filter chooses shapes of decode"), "{error}");
+    }
     let long = "x".repeat(100_000);
     for what in ["decode", "manager"] {
         let error = bad(&["bench", what, "--filter", &long], 2);
         assert!(error.len() < 500, "{} bytes", error.len());
         assert!(error.contains("\"xxxxxxxx") && error.contains("…; there are "), "{error}");
     }
+}
+
+/// Every thread of the plain loads has memory of its own; whether there is as much is asked before
+/// it is taken, and before anything is measured.
+#[test]
+fn bench_asks_for_memory_before_it_takes_it() {
+    let doctor: Value = serde_json::from_str(&good(&["doctor", "--json"])).expect("JSON");
+    let Some(available) =
+        doctor["cpu"]["available_bytes"].as_u64().filter(|bytes| *bytes < 200 << 30)
+    else {
+        println!("skipped: this machine may have the memory");
+        return;
+    };
+    let started = std::time::Instant::now();
+    let error = bad(&["bench", "append", "--threads", "1,1024"], 1);
+    assert!(error.contains("plain loads with 1024 threads"), "{available}: {error}");
+    assert!(error.contains("need 256.000 GiB of memory, and "), "{error}");
+    assert!(error.ends_with("are available; lower --threads\n"), "{error}");
+    assert!(started.elapsed().as_secs() < 60);
 }
 
 /// What the machine cannot give is said in the command's own options.
@@ -591,4 +672,14 @@ fn plan_says_whether_it_fits() {
     assert!(out.contains("it will be refused") && out.contains("lower pool.capacity"), "{out}");
     let out = good(&["plan", "configs/paged.toml", "--set", "device.memory_limit=4 GiB"]);
     assert!(out.contains("it fits in 4.000 GiB of device.memory_limit"), "{out}");
+    // What is said of the file is not said of its variants.
+    let variants =
+        "variant=[{name='small',capacity='budget:1 GiB'},{name='big',capacity='budget:9 GiB'}]";
+    let limit = "device.memory_limit=4 GiB";
+    let out = good(&["plan", "configs/paged.toml", "--set", limit, "--set", variants]);
+    let notes = out.split_once("\nmemory    ").expect("a note").1;
+    assert!(notes.starts_with("without its variants the file has a workspace of "), "{out}");
+    let line = notes.lines().nth(1).expect("a note");
+    assert!(line.starts_with("          variant \"big\": workspace of "), "{out}");
+    assert!(line.contains("it will be refused") && !notes.contains("\"small\""), "{out}");
 }

@@ -1,7 +1,8 @@
 //! The commands that replay: `compare`, `merge`, `recommend`, and `run` of such a job.
 
+use std::io::Write as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -45,6 +46,17 @@ fn compare_writes_a_report_resumes_and_merges() {
     assert_eq!(resumed, written("whole", "results.json"));
     assert!(bad(&["merge", &at("whole"), &at("1")], 2).contains("is in two shards"));
     assert!(bad(&["merge", &at("none")], 2).contains("has no results.json"));
+    // Half of the shards: nothing was interrupted, and the rest is named.
+    let error = bad(&["merge", &at("2")], 1);
+    assert!(
+        error.contains("5 of 10 variants are in none of these folders: \"b8-guaranteed\", \"b16-"),
+        "{error}"
+    );
+    assert!(!error.contains("interrupted") && !error.contains("--resume"), "{error}");
+    let file = format!("{}/results.json", at("2"));
+    let error = bad(&["merge", &file], 2);
+    let help = format!("is a file; give the folder that it is in, {}\n", at("2"));
+    assert!(error.contains(&help), "{error}");
     assert!(bad(&with(&["--shard", "3/2"]), 2).contains("expected K/N"));
     // `run` replays such a file, too.
     let ran = good(&["run", job[1], job[2], job[3], "--json"]);
@@ -60,7 +72,7 @@ fn interrupted(job: &[&str]) -> Option<Value> {
         command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
     // The first thing that is done is a file in the folder, which goes away again.
     std::thread::sleep(std::time::Duration::from_millis(300));
-    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
     assert!(sent.is_ok_and(|status| status.success()));
     let output = child.wait_with_output().expect("ends");
     if output.status.code() == Some(0) {
@@ -118,6 +130,150 @@ fn a_second_signal_ends_a_job_that_is_still_loading() {
     };
     assert_eq!(status.code(), Some(130));
     assert!(sent >= 2, "the first one waits for what is complete");
+}
+
+/// A job that replays a table of lengths, which the test writes.
+fn traced(folder: &Path, lengths: &str) -> Vec<String> {
+    let (job, trace) = (folder.join("job.toml"), folder.join("lengths.csv"));
+    std::fs::write(&trace, format!("prompt,output\n{lengths}")).expect("written");
+    let text = format!(
+        "model = {{ num_layers = 1, num_q_heads = 1, num_kv_heads = 1, head_dim = 16 }}
+        limits = {{ max_seqs = 1, max_seq_len = 4096, max_batch_tokens = 256 }}
+        cache = {{ mode = 'paged' }}
+        cost = {{ bandwidth = '1 GB', step_us = 100.0, weight_bytes = 0 }}
+        [workload]
+        kind = 'lengths-csv'
+        compute = 'none'
+        path = '{}'
+        columns = {{ prompt = 'prompt', output = 'output' }}",
+        trace.display()
+    );
+    std::fs::write(&job, text).expect("written");
+    ["compare", job.to_str().expect("UTF-8"), "--json"].map(str::to_owned).to_vec()
+}
+
+fn words(job: &[String]) -> Vec<&str> {
+    job.iter().map(String::as_str).collect()
+}
+
+/// Two traces with the same sums: the order of their requests is what tells them apart.
+#[test]
+fn resume_takes_nothing_over_from_another_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("out");
+    let out = out.to_str().expect("UTF-8");
+    let resumed = ["--out", out, "--resume"];
+    let mut texts = Vec::new();
+    for lengths in ["2000,1\n10,400\n", "10,400\n2000,1\n"] {
+        let job = traced(folder.path(), lengths);
+        let fresh = good(&words(&job));
+        assert_eq!(good(&[&words(&job)[..], &resumed].concat()), fresh);
+        texts.push(fresh);
+    }
+    let [first, second] = [0, 1].map(|at| serde_json::from_str::<Value>(&texts[at]).expect("JSON"));
+    for key in ["prompt_tokens", "output_tokens", "longest_tokens", "last_arrival_s"] {
+        assert_eq!(first["workload"][key], second["workload"][key], "{key}");
+    }
+    let run = |document: &Value, key: &str| document["runs"][0][key].clone();
+    assert_ne!(run(&first, "fingerprint"), run(&second, "fingerprint"));
+    assert_ne!(run(&first, "latency_ms"), run(&second, "latency_ms"));
+}
+
+/// Figures of a clock that has come to its end are no figures.
+#[test]
+fn a_clock_that_ends_is_a_problem() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let job = traced(folder.path(), &"10,2\n".repeat(20_000));
+    let rare = ["workload.arrivals=poisson", "workload.requests_per_s=0.000001"];
+    for mode in ["paged", "dynamic"] {
+        let mode = format!("variant=[{{name='v',mode='{mode}'}}]");
+        let set = ["--set", rare[0], "--set", rare[1], "--set", &mode];
+        let error = bad(&[&words(&job)[..], &set].concat(), 1);
+        assert!(error.contains("variant \"v\": the simulated clock reached its end"), "{error}");
+    }
+    let slow = ["--set", "cost.step_us=1000000000", "--set", "workload.requests=2000"];
+    let error = bad(&[&words(&job)[..], &slow].concat(), 1);
+    assert!(error.contains("of more than eleven days count as eleven days"), "{error}");
+    let unit = bad(&[&words(&job)[..], &["--set", "cost.bandwidth=3350"]].concat(), 2);
+    assert!(unit.contains("3,350 bytes a second are less than 1 MB"), "{unit}");
+    let rare = ["--set", rare[0], "--set", "workload.requests_per_s=1e-300"];
+    let error = bad(&[&words(&job)[..], &rare].concat(), 2);
+    assert!(error.contains("workload.requests_per_s: "), "{error}");
+    assert!(error.contains("expected how many arrive in a second, from 0.000001"), "{error}");
+}
+
+/// Runs a job whose trace comes through a pipe, and sends it a signal while it waits for that: the
+/// signal is there before the first variant begins.
+fn signalled(job: &mut Command, trace: &Path, signal: &str) -> Output {
+    let lengths = std::fs::read_to_string(trace).expect("there");
+    std::fs::remove_file(trace).expect("there");
+    assert!(Command::new("mkfifo").arg(trace).status().expect("mkfifo").success());
+    let child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
+    // Waits for the reader, who listens to signals by then.
+    let mut writer = std::fs::OpenOptions::new().write(true).open(trace).expect("the other end");
+    let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
+    assert!(kill.is_ok_and(|status| status.success()));
+    writer.write_all(lengths.as_bytes()).expect("written");
+    drop(writer);
+    let output = child.wait_with_output().expect("ends");
+    std::fs::remove_file(trace).expect("there");
+    std::fs::write(trace, lengths).expect("written");
+    output
+}
+
+#[test]
+fn an_interrupted_job_leaves_results_that_have_more() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let job = traced(folder.path(), &"10,2\n".repeat(20));
+    let (trace, out) = (folder.path().join("lengths.csv"), folder.path().join("out"));
+    let to = |out: &Path| -> Vec<String> {
+        let out = out.to_str().expect("UTF-8").to_owned();
+        [&job[..], &["--out".to_owned(), out]].concat()
+    };
+    let whole = good(&words(&to(&out)));
+    let results = |out: &Path| std::fs::read_to_string(out.join("results.json")).expect("written");
+    assert_eq!(results(&out), whole);
+    let output = signalled(&mut command(&words(&to(&out))), &trace, "-TERM");
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    let kept = format!(
+        "error: interrupted: 1 of 1 variant not run; {} keeps what an earlier run has, which is more\n",
+        out.display()
+    );
+    assert_eq!(error, kept);
+    assert_eq!(results(&out), whole);
+    // Where there is nothing to lose, what is complete is written.
+    let empty = folder.path().join("empty");
+    let output = signalled(&mut command(&words(&to(&empty))), &trace, "-TERM");
+    assert!(text(&output.stderr).contains("run it again with --out DIR --resume"));
+    let document: Value = serde_json::from_str(&results(&empty)).expect("JSON");
+    assert_eq!(document["runs"].as_array().map(Vec::len), Some(0));
+}
+
+/// `nohup` starts a program with SIGHUP ignored.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let job = traced(folder.path(), &"10,2\n".repeat(20));
+    let trace = folder.path().join("lengths.csv");
+    let program = env!("CARGO_BIN_EXE_kvpool");
+    for (signals, signal) in [("HUP", "-HUP"), ("INT", "-INT"), ("TERM", "-TERM")] {
+        let script = format!("trap '' {signals}; exec \"$0\" \"$@\"");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &script, program]).args(&job);
+        let output = signalled(&mut shell, &trace, signal);
+        assert_eq!(output.status.code(), Some(0), "{signal}: {}", text(&output.stderr));
+    }
+    let own = std::fs::read_to_string("/proc/self/status").expect("Linux");
+    let mask = own.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("a mask");
+    if u64::from_str_radix(mask.trim(), 16).expect("a number") & 1 == 1 {
+        println!("skipped: the tests themselves were started with SIGHUP ignored");
+        return;
+    }
+    let output = signalled(&mut command(&words(&job)), &trace, "-HUP");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("interrupted: "), "{}", text(&output.stderr));
 }
 
 /// A job of six variants that computes, cut down to a few requests.
@@ -228,6 +384,9 @@ fn prompts_in_openais_form_are_a_workload() {
         job(&["--set", "workload.skip_damaged_lines=true", "--set", "workload.output_tokens="]);
     let output = kvpool(&words.iter().map(String::as_str).collect::<Vec<_>>());
     let capped = text(&output.stdout);
+    let row = capped.lines().find(|line| line.starts_with("contiguous-no-reuse  "));
+    let row = row.unwrap_or_else(|| panic!("names stay in one piece: {capped}"));
+    assert!(row.contains(" GiB  ") && row.chars().count() <= 100, "{capped}");
     assert!(capped.contains("8 answers are counted as long as max_tokens lets them"), "{capped}");
     assert_eq!(document["workload"]["damaged_lines"], 1);
     // Each prompt is the one before it without its last token, so its whole runs were there.
@@ -257,6 +416,14 @@ fn recommend_prints_a_file_that_can_be_run() {
     let ran = good(&["run", config.path().to_str().expect("UTF-8"), "--json"]);
     let document: Value = serde_json::from_str(&ran).expect("JSON");
     assert_eq!(document["runs"][0]["requests_completed"], 60);
+}
+
+/// Candidates whose figures are each close to the next one's, and the first's not to the last's.
+#[test]
+fn recommend_ranks_candidates_that_are_nearly_alike() {
+    let job = ["recommend", "configs/claims/h-hybrid.toml", "--formats", "f16,int8"];
+    let cut = ["--set", "workload.requests=160", "--set", "workload.seed=8"];
+    assert!(good(&[&job[..], &cut].concat()).contains("# Best: "));
 }
 
 #[test]

@@ -300,7 +300,31 @@ fn edge_61_every_buffer_of_a_save_is_refused_in_turn() {
         assert!(counts.iter().all(|count| *count > 0), "{mode:?}: {counts:?}");
         println!("edge_61_every_buffer_of_a_save_is_refused_in_turn ... ok ({mode:?}: {counts:?})");
     }
+    a_sequence_whose_ids_are_its_longest_record();
     LARGE.store(LARGE_BYTES, SeqCst);
+}
+
+/// The buffer of records is as long as that of a full sequence's ids: it never grows, which would
+/// end the process where there is no more.
+fn a_sequence_whose_ids_are_its_longest_record() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("sequence");
+    let spec = Spec { windows: vec![0], max_seqs: 1, max_seq_len: 2048, ..Spec::default() };
+    let (mut old, mut new) = (spec.open(), spec.open());
+    let prompt: Vec<u32> = (0..2048).collect();
+    let seq = old.begin(&prompt, BeginOptions::default()).expect("fits").sequence;
+    for part in prompt.chunks(64) {
+        let mut step = old.reserve(&[(seq, part.len() as u32)]).expect("fits");
+        step.mark_all_appended();
+        step.commit().expect("whole");
+    }
+    let saved = in_turn(|_| told(&old.save_sequence(seq, &file, &SaveOptions::default())));
+    let restored = in_turn(|_| match new.restore_sequence(&file, &RestoreOptions::default()) {
+        Ok(begun) => new.release(begun.sequence).is_ok(),
+        refused => told(&refused),
+    });
+    assert!(saved > 0 && restored > 0, "{saved} {restored}");
+    println!("a_sequence_whose_ids_are_its_longest_record ... ok ({saved}, {restored})");
 }
 
 /// The pool's mapping, and a worker's stack: by a limit on the address space.

@@ -1,16 +1,15 @@
-//! One shape in one format and mode, open and filled; and the answers held against the reference.
+//! One shape in one format and mode, open and filled.
 
 use half::f16;
-use kvpool::cache::{AttendOptions, BeginOptions, Cache, SeqHandle, Step};
-use kvpool::config::{CacheMode, DeviceConfig, DeviceKind, Format, KernelChoice, Source, parse};
-use kvpool::device::TensorMut;
+use kvpool::cache::{BeginOptions, Cache, SeqHandle, Step};
+use kvpool::config::{CacheMode, Format, Source, parse};
 use kvpool::plan::Plan;
 use kvpool::units::LayerIdx;
 
 use super::driver::{Memory, Stream};
 
 /// Elements of a vector.
-const DIM: u32 = 128;
+pub(crate) const DIM: u32 = 128;
 /// Rows of K and V that are put in at a time before anything is timed.
 const FILL_ROWS: u32 = 4096;
 
@@ -73,7 +72,7 @@ impl Shape {
         f64::from(self.batch) * f64::from(per_seq)
     }
 
-    fn source(&self, format: Format, mode: CacheMode, layers: u32) -> Source {
+    pub(crate) fn source(&self, format: Format, mode: CacheMode, layers: u32) -> Source {
         let Self { batch, context, rows, kv_heads, group, .. } = *self;
         // A copy goes from one sequence to another.
         let seqs = if self.operation == Operation::Copy { 2 * batch } else { batch };
@@ -259,71 +258,4 @@ impl Case {
         }
         Ok(us)
     }
-}
-
-/// Holds the GPU's answers against the CPU's reference, and its modes against each other; a line
-/// for each format and group.
-pub(crate) fn check_answers(tiny: bool) -> Vec<String> {
-    let (context, kv_heads) = if tiny { (70, 2) } else { (1100, 8) };
-    let mut lines = Vec::new();
-    for format in [Format::F16, Format::Int8] {
-        for group in [1, 4, 8] {
-            let shape =
-                Shape { operation: Operation::Decode, batch: 2, context, rows: 5, kv_heads, group };
-            let mut outputs = Vec::new();
-            for mode in [CacheMode::Contiguous, CacheMode::Paged, CacheMode::Hybrid] {
-                outputs.push(answer(&shape, format, mode, DeviceKind::Cuda));
-            }
-            assert!(
-                outputs[1] == outputs[0] && outputs[2] == outputs[0],
-                "modes differ: {shape:?}"
-            );
-            let want = answer(&shape, format, CacheMode::Paged, DeviceKind::Cpu);
-            let error = |(a, b): (&f32, &f32)| (a - b).abs();
-            let worst = outputs[0].iter().zip(&want).map(error).fold(0.0, f32::max);
-            assert!(worst < 2e-3 && worst.is_finite(), "{shape:?} {format}: {worst} off");
-            lines.push(format!(
-                "checked: {} {}: within {worst:.1e} of the reference, modes bitwise equal",
-                shape.name(),
-                format.name()
-            ));
-        }
-    }
-    lines
-}
-
-/// Attention of the last rows of two sequences, in every layer.
-fn answer(shape: &Shape, format: Format, mode: CacheMode, kind: DeviceKind) -> Vec<f32> {
-    let source = shape.source(format, mode, 2);
-    let plan = Plan::new(&source.config, &source.geometry).unwrap();
-    let kernel = match kind {
-        DeviceKind::Cpu => KernelChoice::Reference,
-        DeviceKind::Cuda => KernelChoice::Auto,
-    };
-    let device = DeviceConfig { kind, kernel, ..DeviceConfig::default() };
-    let mut cache = Cache::open_on_device(plan, &device, None).unwrap();
-    let row = (shape.kv_heads * DIM) as usize;
-    let seqs = [0, 1].map(|_| cache.begin(&[], BeginOptions::default()).unwrap().sequence);
-    let mut all = Vec::new();
-    for (which, rows) in [(0, shape.context - shape.rows), (1, shape.rows)] {
-        let batch =
-            if which == 0 { [(seqs[0], rows), (seqs[1], 1)] } else { seqs.map(|s| (s, rows)) };
-        let tokens = batch.iter().map(|(_, rows)| *rows as usize).sum::<usize>();
-        let mut step = cache.reserve(&batch).unwrap();
-        for layer in 0..2 {
-            let values = |what: u32, len| numbers(100 * which + 10 * layer + what + 1, len);
-            let (k, v) = (values(0, tokens * row), values(1, tokens * row));
-            let q = values(2, tokens * row * shape.group as usize);
-            let mut out = vec![f32::NAN; q.len()];
-            let layer = LayerIdx(layer);
-            step.append(layer, (&k[..]).into(), (&v[..]).into()).unwrap();
-            if which == 1 {
-                let out = TensorMut::F32(&mut out);
-                step.attend(layer, (&q[..]).into(), out, AttendOptions::default()).unwrap();
-            }
-            all.extend(if which == 1 { out } else { Vec::new() });
-        }
-        step.commit().unwrap();
-    }
-    all
 }

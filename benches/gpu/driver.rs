@@ -60,6 +60,23 @@ impl Memory {
         // calls that get the tensor touches it.
         unsafe { DeviceTensor::new(self.address, len, DType::F16) }
     }
+
+    /// The first `len` floats, as a tensor.
+    pub(crate) fn floats(&self, len: usize) -> DeviceTensor {
+        assert!(len * 4 <= self.bytes);
+        // SAFETY: as above.
+        unsafe { DeviceTensor::new(self.address, len, DType::F32) }
+    }
+
+    /// `len` floats from the float `from` on. Whoever wrote them has been waited for.
+    pub(crate) fn read(&self, from: usize, len: usize) -> Vec<f32> {
+        assert!((from + len) * 4 <= self.bytes);
+        let mut values = vec![f32::NAN; len];
+        let (to, from) = (values.as_mut_ptr().cast(), self.address + from as u64 * 4);
+        // SAFETY: both have so many bytes.
+        ok("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(to, from, len * 4) });
+        values
+    }
 }
 
 impl Drop for Memory {

@@ -2,8 +2,8 @@
 //!
 //! Everything is timed with the GPU's own events. Beside each figure stands what fraction it is of
 //! a copy from device memory to device memory in the same run, whose bytes count twice: read and
-//! written. First the answers are held against the CPU's reference, and the three modes against
-//! each other, bit for bit.
+//! written. First the answers are held against the CPU's reference, and bit for bit the three modes
+//! against each other, and a row alone against the same row among others.
 //!
 //! `--tiny` takes sizes that the emulated driver of `csrc/emulator` gets through in seconds; the
 //! figures then mean nothing, and the report says so.
@@ -17,6 +17,7 @@
     reason = "figures for people"
 )]
 
+mod answers;
 mod cases;
 mod driver;
 
@@ -171,7 +172,8 @@ fn main() {
     if *emulated == true {
         println!("*** EMULATED: what follows are no figures of any GPU ***");
     }
-    let checks = cases::check_answers(tiny);
+    let mut checks = answers::check_answers(tiny);
+    checks.extend(answers::check_rows_alone(tiny));
     for line in &checks {
         println!("{line}");
     }

@@ -47,6 +47,7 @@ Settings Settings::from_environment() {
             abort();
         }
     }
+    settings.module_bytes = number_of("KVPOOL_EMU_MODULE_BYTES", 0);
     settings.seed = number_of("KVPOOL_EMU_SEED", 0);
     settings.devices = static_cast<int>(std::min<uint64_t>(number_of("KVPOOL_EMU_DEVICES", 1), 1));
     settings.driver_version = static_cast<int>(number_of("KVPOOL_EMU_DRIVER_VERSION", 13000));

@@ -31,6 +31,8 @@ struct Settings {
     int capability_major = 9;
     int capability_minor = 0;
     int multiprocessors = 8;
+    // Device memory that a loaded module takes.
+    uint64_t module_bytes = 0;
 
     static Settings from_environment();
     uint32_t max_dynamic_shared() const;
@@ -107,6 +109,7 @@ struct Event {
 };
 
 struct Module {
+    uint64_t memory = 0;  // its address, where modules take any
     std::vector<std::unique_ptr<Function>> functions;
 };
 struct Function {

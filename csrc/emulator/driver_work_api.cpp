@@ -13,6 +13,10 @@ KV_API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
     if (module == nullptr || image == nullptr) return INVALID_VALUE;
     // Whatever the image holds, the kernels are those that were compiled in.
     auto loaded = std::make_unique<Module>();
+    if (driver.settings.module_bytes > 0) {
+        loaded->memory = driver.memory->allocate(driver.settings.module_bytes);
+        if (loaded->memory == 0) return OUT_OF_MEMORY;
+    }
     *module = loaded.get();
     driver.modules[loaded.get()] = std::move(loaded);
     driver.counters.modules += 1;
@@ -23,6 +27,7 @@ KV_API CUresult cuModuleUnload(CUmodule module) {
     KV_ENTER("cuModuleUnload", Needs::Context);
     if (driver.modules.count(module) == 0) return INVALID_HANDLE;
     driver.finish_all();
+    if (driver.modules[module]->memory != 0) driver.memory->free(driver.modules[module]->memory);
     driver.modules.erase(module);
     return SUCCESS;
 }

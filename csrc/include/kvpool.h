@@ -12,10 +12,14 @@
  * the numbers and the setting to change, is kept for each thread: kvpool_last_error. A function
  * that fails has changed nothing: no sequence, block, counter or event, unless its comment says so,
  * and has written none of its outputs. (Those that begin sequences count what they refuse: refused_... of
- * kvpool_stats_t.) A status keeps its number for ever; one that is retired is not
+ * kvpool_stats_t.) KVPOOL_DEVICE alone is another matter, since the device failed on the way: sequences, their
+ * tokens and what is promised are as before, but cached blocks that were evicted or taken over for the call are
+ * not found again, with their events, free and cached blocks may have another order, and the outputs of attend,
+ * export and read are not valid. A status keeps its number for ever; one that is retired is not
  * used again. A later library may give statuses that this header does not know.
  *
- * Panics. A defect of kvpool that would end a Rust program gives KVPOOL_PANIC. If it was met in a
+ * Panics. A defect of kvpool that would end a Rust program gives KVPOOL_PANIC (in a kernel of the CPU device:
+ * KVPOOL_DEVICE, and nothing is poisoned). If it was met in a
  * verb or a reader of a cache, the cache is poisoned: its state is not to be trusted, and every later call
  * with it gives KVPOOL_POISONED, kvpool_cache_close excepted. Other caches are not concerned. Nothing is
  * thrown through this interface, and nothing may be thrown or longjmp'ed out of a callback.
@@ -44,8 +48,11 @@
  * calls back. A verb waits for the readers that are under way; most are over at once, but not _check and
  * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before
  * those who come later, so none is kept out. A callback may call no verb and no reader, of any cache
- * (KVPOOL_BUSY): so different caches never wait for each other. A cache is not tied to the thread that opened it. After fork(2)
- * the child may close a cache, or end, and nothing else: the worker threads are not there.
+ * (KVPOOL_BUSY): so different caches never wait for each other. A cache is not tied to the thread that opened it.
+ *
+ * After fork(2), whatever other threads were doing, the child of a process that had opened a cache may close
+ * caches, or end, and nothing else: the worker threads are not there. It waits for nobody: closing gives
+ * KVPOOL_OK, and everything else that takes a handle KVPOOL_STALE_HANDLE.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
@@ -471,7 +478,8 @@ kvpool_status_t kvpool_cache_dlpack(kvpool_cache_t cache, uint32_t layer, kvpool
 
 /* CUDA: all work from here on goes into the caller's stream (CUstream or cudaStream_t, made in the GPU's
  * primary context), behind what was put into the one before; NULL is the default stream. It must live until
- * another is set, or the cache is closed. KVPOOL_WRONG_MEMORY on the CPU. */
+ * another is set, or the cache is closed. CU_STREAM_PER_THREAD is refused with KVPOOL_BAD_ARGUMENT: it is
+ * another stream in each thread, and a cache may change threads. KVPOOL_WRONG_MEMORY on the CPU. */
 kvpool_status_t kvpool_cache_set_stream(kvpool_cache_t cache, void *stream) KVPOOL_NOEXCEPT;
 
 /* Waits for the work that was put into the stream. On the CPU there is none. KVPOOL_DEVICE: what went wrong
@@ -826,7 +834,7 @@ kvpool_status_t kvpool_cache_probe(kvpool_cache_t cache, const uint32_t *prompt,
                                    size_t out_size) KVPOOL_NOEXCEPT;
 
 /* Keeps what is shareable of a sequence now, whatever happens to the sequence. KVPOOL_NOTHING_TO_PIN,
- * KVPOOL_NO_PIN, KVPOOL_REUSE_OFF. */
+ * KVPOOL_NO_PIN, KVPOOL_REUSE_OFF; with windows KVPOOL_NOT_ADMITTED, where what is promised could not be kept. */
 kvpool_status_t kvpool_cache_pin(kvpool_cache_t cache, kvpool_seq_t sequence,
                                  kvpool_pin_t *out) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_unpin(kvpool_cache_t cache, kvpool_pin_t pin) KVPOOL_NOEXCEPT;
@@ -838,8 +846,9 @@ kvpool_status_t kvpool_cache_set_retention(kvpool_cache_t cache, kvpool_seq_t se
                                            size_t num_retentions) KVPOOL_NOEXCEPT;
 /* What time it is, for retention with a duration: nothing in kvpool looks at a clock. Never goes back. */
 kvpool_status_t kvpool_cache_set_time_ms(kvpool_cache_t cache, uint64_t now_ms) KVPOOL_NOEXCEPT;
-/* Sequences begin in another epoch: nothing that was cached before is found any more, because the weights or
- * an adapter changed. KVPOOL_RESERVATIONS_HELD. */
+/* Sequences begin in another epoch: nothing that was cached in others is found any more, because the weights or
+ * an adapter changed. An epoch is its number: one that is used again finds again what was cached in it.
+ * KVPOOL_RESERVATIONS_HELD. */
 kvpool_status_t kvpool_cache_set_epoch(kvpool_cache_t cache, uint64_t epoch) KVPOOL_NOEXCEPT;
 /* Evicts every block that nobody holds. These do not count as evictions, which are for want of room. */
 kvpool_status_t kvpool_cache_clear_cached(kvpool_cache_t cache) KVPOOL_NOEXCEPT;
@@ -1046,8 +1055,8 @@ kvpool_status_t kvpool_cache_export(kvpool_cache_t cache, kvpool_seq_t sequence,
 kvpool_status_t kvpool_cache_read(kvpool_cache_t cache, uint64_t offset, void *out,
                                   size_t out_len) KVPOOL_NOEXCEPT;
 
-/* The block that holds a position of a sequence, and how many hold that block; it is stale once the block was
- * given back. */
+/* The block that holds a position of a sequence, and how many hold that block; it is stale once nobody held the
+ * block, or other tokens were to be written over those that it shared. */
 kvpool_status_t kvpool_cache_block_of(kvpool_cache_t cache, kvpool_seq_t sequence, uint32_t group,
                                       uint32_t position, kvpool_block_t *out) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_block_refs(kvpool_cache_t cache, kvpool_block_t block,

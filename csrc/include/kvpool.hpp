@@ -20,9 +20,11 @@
 // they hold when they end; detach() gives the plain handle and ends the ownership. None refers to another:
 // owners may move, and may end in any order (an owner that outlives its cache, or whose sequence was
 // preempted, does nothing). But giving back is a verb: it is refused while a step is open or while another
-// thread is in a verb. What an owner held that ends then is given back when the step ends, or before the next
-// verb. What cannot be given back then either goes to the handler of set_leak_handler, by default a line on
-// stderr.
+// thread is in a verb (and can make another thread's verb busy). What an owner held that ends then is given back
+// when the step ends, or before the next verb; ending::Later::ROOM of them, 65,536, can wait at a time in all
+// caches together. A Cache that ends beside another thread's verb waits for it, a second at most. What cannot be
+// given back then either goes to the handler of set_leak_handler, by default a line on stderr: `handle` is what
+// to give back in its place.
 //
 // Threads. As in kvpool.h. Its "any" and "reader" are here the const functions of Cache and Sequence, which
 // every thread may call beside a verb; all others, those of Step included, are verbs, one at a time. An owner

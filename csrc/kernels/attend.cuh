@@ -5,6 +5,11 @@
 // multiples of KVPOOL_SPLIT_TOKENS, and each split is computed from a fresh state; splits are
 // combined in ascending order by `merge_factors`, wherever that is done. Which rows are computed
 // side by side, and where the keys lie, changes none of it.
+// On tensor cores this takes one thing for granted that no manual says: a product with a weight of
+// zero does not change what the others add up to, however large the other factor is (the sums of an
+// instruction are aligned to its largest product). A key that a row does not see has such a weight
+// where another row of its item sees it, and is zero itself where none does. `benches/gpu.sh` looks
+// at it on the GPU before it measures.
 //
 // Scores are kept times log2(e), so that the exponential is one instruction.
 #pragma once

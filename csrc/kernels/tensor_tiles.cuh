@@ -139,11 +139,12 @@ struct TensorTiles {
                 amax = other > amax ? other : amax;
             }
             // The largest element becomes 2^13 and more: far from overflow, and what is 2^-24 of it
-            // still a half.
+            // still a half. (The shift is -114 at least, so that it and its opposite are exponents
+            // of floats.)
             int32_t shift = 0;
             if (!Q_BF16 && q_has_low && amax != 0) {
                 shift = 140 - static_cast<int32_t>(amax >> 23);
-                shift = shift > 100 ? 100 : shift < -100 ? -100 : shift;
+                shift = shift > 100 ? 100 : shift;
             }
             const float factor = dev::bits_to_f32(static_cast<uint32_t>(127 + shift) << 23);
             const float back = dev::bits_to_f32(static_cast<uint32_t>(127 - shift) << 23);

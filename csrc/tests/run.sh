@@ -29,8 +29,15 @@ export -f build
     done
 } | xargs -P "${JOBS:-2}" -L 1 bash -c 'build "$@"' build
 
+# What they say, one after the other, also when one of them fails.
+run() {
+    $CXX $FLAGS "$2/$1.o" "$2"/*.cu.o -o "$2/$1" && "$2/$1" > "$2/$1.log" 2>&1
+}
+export -f run
+failed=0
+printf '%s\n' "${tests[@]}" | xargs -P "${JOBS:-2}" -I {} bash -c 'run "$@"' run {} "$out" || failed=1
 for test in "${tests[@]}"; do
-    $CXX $FLAGS "$out/$test.o" "$out"/*.cu.o -o "$out/$test"
     echo "== $test"
-    "$out/$test"
+    cat "$out/$test.log"
 done
+exit $failed

@@ -140,15 +140,12 @@ fn configuration(
     let (num_layers, context) = match shape.operation {
         // Few layers and a long sequence: every step writes to places that no cache holds.
         Operation::Append => {
-            let tokens = options.footprint_bytes / (APPEND_LAYERS * token_bytes);
+            let tokens = options.layer_bytes() / (APPEND_LAYERS * token_bytes);
             (APPEND_LAYERS, tokens.clamp(u64::from(shape.rows) * 2, 1 << 20))
         }
         Operation::Decode | Operation::Prefill => {
             let layer_bytes = shape.tokens() * token_bytes;
-            // Prefill computes on each byte for long; what the caches hold hardly matters.
-            let divisor = if shape.operation == Operation::Prefill { 8 } else { 1 };
-            let footprint = options.footprint_bytes / divisor;
-            let layers = footprint.div_ceil(layer_bytes).clamp(2, 512);
+            let layers = options.layer_bytes().div_ceil(layer_bytes).clamp(2, 512);
             (layers, u64::from(shape.cached + shape.rows))
         }
     };
@@ -381,7 +378,7 @@ pub(super) fn measure(
     }
     let mut out = vec![0.0_f32; inputs.q.len()];
     let mut times = vec![Vec::new(); cases.len()];
-    let dram = Passes::new(threads);
+    let dram = Passes::new(threads).map_err(|error| BenchError::of_probe(error, threads))?;
     let mut read = Vec::new();
     let start = Instant::now();
     let mut next = vec![0; cases.len()];
@@ -448,6 +445,7 @@ fn summary(shape: &Shape, case: &Case, mut times: Vec<f64>, checksum: u64) -> Me
         format: plan.format.name(),
         path: device.kernel,
         threads: device.threads,
+        footprint_bytes: plan.pool_bytes.get(),
         median_us: median * 1e6,
         min_us: times[0] * 1e6,
         gbps: bytes / median / 1e9,

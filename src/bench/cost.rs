@@ -94,7 +94,8 @@ pub fn run(source: &Source) -> Result<Cost, JobError> {
     let plan = Plan::new(&config, &geometry).map_err(|error| open(error.into()))?;
     let cache = Cache::open_on_device(plan, &config.device, None).map_err(open)?;
     let device = cache.device_info();
-    let dram_gbps = read_gbps(device.threads);
+    let read = || read_gbps(device.threads).map_err(|error| open(error.into()));
+    let dram_gbps = read()?;
     let failed = |source: CacheError| JobError::Cache { variant: variant(), source };
     let mut rig = Rig::new(cache);
     let mut steps = rig.time().map_err(failed)?;
@@ -110,7 +111,7 @@ pub fn run(source: &Source) -> Result<Cost, JobError> {
     }
     Ok(Cost {
         gbps: 1e-3 / us_per_byte,
-        dram_gbps: dram_gbps.max(read_gbps(device.threads)),
+        dram_gbps: dram_gbps.max(read()?),
         step_us,
         token_us,
         steps,

@@ -6,6 +6,10 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use crate::device::cpu::available_memory;
+use crate::error::DeviceError;
+use crate::units::Bytes;
+
 /// Bytes that each thread reads: far beyond any cache.
 const BYTES_PER_THREAD: usize = 256 << 20;
 
@@ -14,12 +18,16 @@ const PASSES: usize = 5;
 
 /// Reads memory with `threads` threads, each one long sequential stream, and gives the best
 /// pass: 10⁹ bytes a second, all threads together.
-#[must_use]
-pub fn read_gbps(threads: u32) -> f64 {
-    let threads = threads.max(1) as usize;
+///
+/// # Errors
+/// [`DeviceError::OutOfMemory`]: each thread reads memory of its own.
+pub fn read_gbps(threads: u32) -> Result<f64, DeviceError> {
+    let memory = memory_of(threads)?;
+    let threads = memory.len();
     let barrier = Barrier::new(threads);
     let seconds: Vec<Vec<f64>> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| passes(&barrier))).collect();
+        let passes = |words| scope.spawn(|| passes(&barrier, words));
+        let workers: Vec<_> = memory.into_iter().map(passes).collect();
         workers.into_iter().filter_map(|worker| worker.join().ok()).collect()
     });
     // A pass ends when its slowest thread does.
@@ -27,7 +35,21 @@ pub fn read_gbps(threads: u32) -> f64 {
     let best = (0..PASSES).map(slowest).fold(f64::INFINITY, f64::min);
     #[expect(clippy::cast_precision_loss, reason = "a size below 2^53")]
     let bytes = (threads * BYTES_PER_THREAD) as f64;
-    bytes / best / 1e9
+    Ok(bytes / best / 1e9)
+}
+
+/// Whether the machine has the memory that so many threads read.
+///
+/// # Errors
+/// [`DeviceError::OutOfMemory`].
+pub(super) fn check_memory(threads: u32) -> Result<(), DeviceError> {
+    let bytes = Bytes(u64::from(threads.max(1)) * BYTES_PER_THREAD as u64);
+    match available_memory() {
+        Some(available) if available < bytes => {
+            Err(DeviceError::OutOfMemory { bytes, code: 0, available })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Bytes that each thread reads in one pass of a [`Passes`]: more than a cache holds of it by its
@@ -52,23 +74,23 @@ struct Shared {
 impl Passes {
     /// Threads with memory of their own, which wait.
     ///
-    /// # Panics
-    /// Without that memory.
-    pub(super) fn new(threads: u32) -> Self {
-        let threads = threads.max(1) as usize;
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    pub(super) fn new(threads: u32) -> Result<Self, DeviceError> {
+        // Before any thread waits for the others.
+        let memory = memory_of(threads)?;
+        let threads = memory.len();
         let shared = Arc::new(Shared {
             barrier: Barrier::new(threads + 1),
             ended: AtomicBool::new(false),
             seconds: (0..threads).map(|_| Mutex::new(0.0)).collect(),
         });
-        // Before any thread waits for the others.
-        let memory: Vec<_> = (0..threads).map(|_| map_of(BYTES_PER_THREAD)).collect();
         let spawn = |(own, words)| {
             let shared = Arc::clone(&shared);
             thread::spawn(move || shared.read(own, words))
         };
         let threads = memory.into_iter().enumerate().map(spawn).collect();
-        Self { shared, threads }
+        Ok(Self { shared, threads })
     }
 
     /// One pass of all threads: 10⁹ bytes a second, together.
@@ -117,8 +139,8 @@ impl Shared {
 }
 
 /// One thread's passes over its own memory, in seconds.
-fn passes(barrier: &Barrier) -> Vec<f64> {
-    let words = memory_of(BYTES_PER_THREAD);
+fn passes(barrier: &Barrier, mut words: memmap2::MmapMut) -> Vec<f64> {
+    words.fill(1);
     (0..PASSES)
         .map(|_| {
             barrier.wait();
@@ -129,20 +151,24 @@ fn passes(barrier: &Barrier) -> Vec<f64> {
         .collect()
 }
 
-/// Memory with something in every page, on huge pages where there are some: as the pool's is.
-fn memory_of(bytes: usize) -> memmap2::MmapMut {
-    let mut map = map_of(bytes);
-    map.fill(1);
-    map
-}
-
-/// The same with nothing in it yet.
-fn map_of(bytes: usize) -> memmap2::MmapMut {
-    // A benchmark that cannot have a few hundred MiB has nothing to report.
-    let map = memmap2::MmapMut::map_anon(bytes).expect("memory for the probe");
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage);
-    map
+/// Memory for each of so many threads, on huge pages where there are some: as the pool's is. There
+/// is nothing in it yet, and a system that gives out more than it has would end the process when
+/// there is: what it has is asked before.
+fn memory_of(threads: u32) -> Result<Vec<memmap2::MmapMut>, DeviceError> {
+    check_memory(threads)?;
+    let map = |_| {
+        let map = memmap2::MmapMut::map_anon(BYTES_PER_THREAD).map_err(|error| {
+            DeviceError::OutOfMemory {
+                bytes: Bytes(BYTES_PER_THREAD as u64),
+                code: error.raw_os_error().unwrap_or(0),
+                available: available_memory().unwrap_or(Bytes::ZERO),
+            }
+        })?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(map)
+    };
+    (0..threads.max(1)).map(map).collect()
 }
 
 /// Adds the words of a slice in 32 independent sums, which the compiler keeps in registers.
@@ -154,4 +180,25 @@ fn sum(bytes: &[u8]) -> u64 {
         }
     }
     sums.iter().fold(0, |all, sum| all.wrapping_add(*sum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_threads_than_there_is_memory_for_are_refused() {
+        let Some(available) = available_memory() else {
+            // Where the system does not say what it has, nothing is refused.
+            assert!(check_memory(u32::MAX).is_ok());
+            return;
+        };
+        let threads = u32::try_from(available.get() / BYTES_PER_THREAD as u64).unwrap_or(u32::MAX);
+        for threads in [threads.saturating_mul(2).saturating_add(64), u32::MAX] {
+            let error = check_memory(threads).expect_err("there is not as much");
+            let DeviceError::OutOfMemory { bytes, .. } = error else { panic!("{error}") };
+            assert_eq!(bytes.get(), u64::from(threads) << 28);
+            assert!(read_gbps(threads).is_err() && Passes::new(threads).is_err());
+        }
+    }
 }

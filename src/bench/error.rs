@@ -39,6 +39,20 @@ pub enum BenchError {
         /// What the layers of a variant take at least.
         footprint: Bytes,
     },
+    /// The plain loads beside the kernels do not fit into the machine's memory.
+    #[error(
+        "plain loads with {threads} threads, which figures are held against, need {} of memory, and {}; lower --threads",
+        needed.human(),
+        available.map_or("the system did not give it".to_owned(), |a| format!("{} are available", a.human())),
+    )]
+    Probe {
+        /// Each reads memory of its own.
+        threads: u32,
+        /// What they take together, or, of a system that has refused it, one of them.
+        needed: Bytes,
+        /// What there is; `None` where the system has refused.
+        available: Option<Bytes>,
+    },
     /// Kernels that this machine cannot run.
     #[error("--kernel {kernel} needs {needs}, which this CPU does not have; use --kernel auto")]
     Kernel {
@@ -65,6 +79,16 @@ pub enum BenchError {
 }
 
 impl BenchError {
+    /// The refusal of the memory that plain loads read.
+    pub(super) fn of_probe(error: DeviceError, threads: u32) -> Self {
+        match error {
+            DeviceError::OutOfMemory { bytes, code, available } => {
+                Self::Probe { threads, needed: bytes, available: (code == 0).then_some(available) }
+            }
+            other => Self::Open(other.into()),
+        }
+    }
+
     /// The refusal of one variant, with the option that was meant in place of the setting.
     pub(super) fn of(
         error: OpenError,
@@ -151,6 +175,17 @@ mod tests {
         }
         let thread = text(OpenError::Device(DeviceError::Thread { index: 3, code: 11 }));
         assert!(thread.ends_with("lower --threads (7 now)"), "{thread}");
+        let probe = |code| {
+            let (bytes, available) = (Bytes(256 << 30), Bytes(4 << 30));
+            let error = DeviceError::OutOfMemory { bytes, code, available };
+            BenchError::of_probe(error, 1024).to_string()
+        };
+        assert_eq!(
+            probe(0),
+            "plain loads with 1024 threads, which figures are held against, need 256.000 GiB of memory, and 4.000 \
+             GiB are available; lower --threads"
+        );
+        assert!(probe(12).ends_with("the system did not give it; lower --threads"));
         let (kernel, needs) = ("avx512", "AVX-512");
         let kernel = text(OpenError::Device(DeviceError::KernelUnsupported { kernel, needs }));
         assert!(kernel.starts_with("--kernel avx512 needs AVX-512"), "{kernel}");

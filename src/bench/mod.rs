@@ -44,11 +44,19 @@ pub struct Options {
     pub threads: Vec<u32>,
     /// Seconds that the calls of one shape and thread count may take together.
     pub seconds: f64,
-    /// Bytes that the layers of each variant take at least, so that none stays in a cache.
+    /// Bytes that the layers of each variant take at least, so that none stays in a cache; of
+    /// prefill an eighth of it.
     pub footprint_bytes: u64,
 }
 
 impl Options {
+    /// Bytes that the layers of each variant take at least. Prefill computes on each byte for
+    /// long; what the caches hold hardly matters.
+    #[must_use]
+    pub fn layer_bytes(&self) -> u64 {
+        self.footprint_bytes / if self.operation == Operation::Prefill { 8 } else { 1 }
+    }
+
     /// Every shape of an operation, one format and mode, on one thread for a second.
     #[must_use]
     pub fn of(operation: Operation, format: Format, mode: CacheMode) -> Self {
@@ -78,6 +86,9 @@ pub struct Measurement {
     pub path: &'static str,
     /// Threads that compute.
     pub threads: u32,
+    /// Bytes that the layers take, over which the calls go. Less than [`Options::layer_bytes`]
+    /// where the most layers and the longest sequence that are measured do not take as much.
+    pub footprint_bytes: u64,
     /// Median time of one call for one layer, in microseconds.
     pub median_us: f64,
     /// The fastest call.
@@ -119,6 +130,10 @@ pub fn run(
     if chosen.is_empty() {
         let filter = options.filter.clone();
         return Err(BenchError::NoSuchShape { operation: options.operation, filter });
+    }
+    // Before anything is measured: what is asked for last would lose it.
+    for &threads in &options.threads {
+        dram::check_memory(threads).map_err(|error| BenchError::of_probe(error, threads))?;
     }
     let mut all = Vec::new();
     for &threads in &options.threads {

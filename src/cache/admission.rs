@@ -7,7 +7,7 @@
 //!
 //! What a prompt finds in the cache counts once: a cached block that it claims is not available to
 //! anyone any more, and one that others hold costs nothing until it must be copied, which is
-//! promised too (see `pool/block_store.rs`, "What sharing owes").
+//! promised too (see `pool/record.rs`, "What sharing owes").
 
 use super::begin::{BeginOptions, Begun, Hit};
 use super::claim::Room;
@@ -105,6 +105,7 @@ impl Cache {
         &mut self,
         reservation: Reservation,
     ) -> Result<Begun, ReservationRefused> {
+        self.abandon_step();
         let (slot, Reservation { begun, hit }) = self.check_reservation(reservation)?;
         self.begun += 1;
         self.seqs.set_reserved(slot, false);
@@ -122,18 +123,20 @@ impl Cache {
         &mut self,
         reservation: Reservation,
     ) -> Result<(), ReservationRefused> {
+        self.abandon_step();
         let (slot, _) = self.check_reservation(reservation)?;
-        self.cancel_reserved(slot);
+        self.release_slot(slot);
         Ok(())
     }
 
     /// Gives back every place that is kept, also those whose [`Reservation`] was lost: it holds
     /// room until it is begun or cancelled, and dropping it does neither. Gives how many they were.
     pub fn cancel_reservations(&mut self) -> u32 {
+        self.abandon_step();
         let mut cancelled = 0;
         for slot in 0..self.plan.seq_slots {
             if self.seqs.record(slot).reserved {
-                self.cancel_reserved(slot);
+                self.release_slot(slot);
                 cancelled += 1;
             }
         }
@@ -144,11 +147,6 @@ impl Cache {
     #[must_use]
     pub const fn reservations(&self) -> u32 {
         self.seqs.reserved()
-    }
-
-    fn cancel_reserved(&mut self, slot: u32) {
-        self.abandon_step();
-        self.release_slot(slot);
     }
 
     /// The slot that a reservation keeps.

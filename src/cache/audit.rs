@@ -228,6 +228,7 @@ impl Cache {
     /// # Errors
     /// The device's.
     pub fn poison_unused(&mut self, byte: u8) -> Result<(), CacheError> {
+        self.abandon_step();
         for group in 0..self.plan.groups.len() {
             let live = self.places_in_use(group);
             self.poison_group(group, &live, byte)?;

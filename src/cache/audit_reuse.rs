@@ -184,6 +184,10 @@ impl Cache {
                     index.attached(windowed, lead_block) == block && index.is_published(lead_block),
                     || format!("group {group}: {block} is not what {lead_block} has"),
                 )?;
+                let of_lead = self.pool.store(index.lead()).map(|s| s.class(BlockId(lead_block)));
+                require(of_lead == Some(store.class(BlockId(block))), || {
+                    format!("group {group}: {block} has another priority than {lead_block}")
+                })?;
             }
         }
         Ok(())
@@ -234,8 +238,7 @@ impl Cache {
             digest.push(share.released);
             let held = record.known.max(share.retained) as usize;
             reuse.tokens(slot)[..held].iter().for_each(|token| digest.push(u64::from(*token)));
-            let (class, duration) = share.retentions.of_block(0, u32::MAX);
-            digest.push(u64::from(class) ^ duration);
+            share.retentions.numbers().for_each(|number| digest.push(number));
         }
         let Some(index) = &reuse.index else { return };
         let Some(store) = self.pool.store(index.lead()) else { return };
@@ -255,9 +258,13 @@ impl Cache {
         let (in_use, free) = index.names();
         in_use.for_each(|(id, refs)| digest.push(u64::from(id) << 32 | u64::from(refs)));
         free.iter().for_each(|id| digest.push(u64::from(*id)));
-        for (last, blocks, _) in reuse.pins.all() {
+        for (last, blocks, windows) in reuse.pins.all() {
             digest.push(u64::from(last) << 32 | u64::from(blocks));
+            windows.iter().for_each(|(first, end)| {
+                digest.push(u64::from(*first) << 32 | u64::from(*end));
+            });
         }
+        reuse.pins.free().iter().for_each(|place| digest.push(u64::from(*place)));
     }
 
     /// Marks the token places of a group that nobody holds, but that a later sequence may find:

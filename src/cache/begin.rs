@@ -87,7 +87,9 @@ impl Cache {
     /// them. (For these the 32 newest continuations are compared, so behind a prompt that goes on
     /// in very many ways a match in part may be missed; one of a whole block never is.)
     ///
-    /// What is cached keeps the highest priority that anyone asked for it.
+    /// What is cached keeps the highest priority that anyone asked for it, with the time limit that
+    /// was asked for with that one: when it runs out the default is left, whatever lower priorities
+    /// others asked for.
     ///
     /// # Errors
     /// - never: [`CacheError::SequenceTooLong`], [`CacheError::NeverFits`],

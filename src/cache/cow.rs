@@ -129,9 +129,26 @@ impl Cache {
             if self.lead() == Some(group as usize) {
                 self.prune(group as usize, block);
             }
-            self.forget(group as usize, BlockId(block));
-            self.counters.blocks_withdrawn += 1;
+            self.withdraw(group as usize, BlockId(block));
         }
+    }
+
+    /// Takes a block that is held out of the index, and with a block of the lead group what is
+    /// attached to it: other tokens will be in them, so their handles are stale.
+    pub(super) fn withdraw(&mut self, group: usize, block: BlockId) {
+        if self.lead() == Some(group) {
+            for windowed in 0..self.windowed_groups() {
+                let (of_group, attached) = self.attached_to(windowed, block.0);
+                if let Some(store) = self.pool.store_mut(of_group) {
+                    store.outdate(BlockId(attached));
+                }
+            }
+        }
+        self.forget(group, block);
+        if let Some(store) = self.pool.store_mut(group) {
+            store.outdate(block);
+        }
+        self.counters.blocks_withdrawn += 1;
     }
 
     /// Undoes [`Cache::hold_shared_tails`], of a step that was refused.

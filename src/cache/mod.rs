@@ -53,7 +53,7 @@ pub use preempt::Preempted;
 pub use prefix::{KeyPart, Namespace, Probe, Prober};
 pub use retention::{MAX_RETENTIONS, Retention, Retentions};
 #[doc(hidden)]
-pub use save::{FileCalls, Point as SavePoint, WriteFault, disturb_files, fail_saves};
+pub use save::{FileCalls, Point as SavePoint, disturb_files, fail_saves};
 pub use save::{RestoreOptions, Restored, SaveOptions, Saved};
 pub use sequence::SeqHandle;
 pub use step::{AttendOptions, Step, StepId};
@@ -243,7 +243,8 @@ impl Cache {
     /// put into the one before. For a GPU.
     ///
     /// # Errors
-    /// A device without streams, or what the driver says.
+    /// A device without streams, a stream that is another one in each thread, or what the driver
+    /// says.
     pub fn set_stream(&mut self, stream: CudaStream) -> Result<(), CacheError> {
         Ok(self.pool.device.set_stream(stream)?)
     }

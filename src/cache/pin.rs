@@ -69,6 +69,18 @@ impl PinTable {
         Self { records: Vec::new(), free: Vec::new(), windows: Vec::new(), num_groups: 0 }
     }
 
+    /// None is alive, and they are given out again in the order in which they are at open.
+    pub(super) fn clear(&mut self) {
+        self.records.iter_mut().for_each(|record| record.alive = false);
+        self.free.clear();
+        self.free.extend((0..u32::try_from(self.records.len()).unwrap_or(u32::MAX)).rev());
+    }
+
+    /// The places that are free, the next one last, for the audit.
+    pub(super) fn free(&self) -> &[u32] {
+        &self.free
+    }
+
     /// Pins that are alive.
     pub(super) fn alive(&self) -> u32 {
         u32::try_from(self.records.len() - self.free.len()).unwrap_or(u32::MAX)

@@ -3,6 +3,7 @@
 use super::Cache;
 use super::reuse::Reuse;
 use crate::plan::NO_BLOCK;
+use crate::pool::DEFAULT_PRIORITY;
 use crate::units::BlockId;
 
 /// Blocks whose hashes are computed, and whose places are asked for, before the first of them is
@@ -121,14 +122,14 @@ impl Cache {
             }
         };
         for windowed in 0..self.windowed_groups() {
-            self.attach(windowed, slot, at, block, class);
+            self.attach(windowed, slot, at, block);
         }
         Some(block)
     }
 
     /// Attaches a sequence's block of a windowed group to the published block of the same tokens,
     /// or takes the one that is attached.
-    fn attach(&mut self, windowed: usize, slot: u32, at: u32, lead_block: u32, class: u8) {
+    fn attach(&mut self, windowed: usize, slot: u32, at: u32, lead_block: u32) {
         let Some(index) = self.index() else { return };
         let group = index.windowed()[windowed];
         let there = index.attached(windowed, lead_block);
@@ -148,6 +149,8 @@ impl Cache {
         let Some(index) = &mut reuse.index else { return };
         index.attach(windowed, lead_block, own);
         reuse.events.attached(group, own, lead_block);
+        let class = self.pool.store(index.lead()).map(|store| store.class(BlockId(lead_block)));
+        let class = class.unwrap_or(DEFAULT_PRIORITY);
         if let Some(store) = self.pool.store_mut(group) {
             store.set_class(BlockId(own), class);
         }
@@ -155,7 +158,9 @@ impl Cache {
 
     /// Whether a row may give one full block up for another that holds the same tokens. Its own
     /// comes back only if nobody else holds it, a cached one stops being available, and what the
-    /// two owe their other holders changes: all that must not cost a block that was promised.
+    /// two owe their other holders changes: all that must not cost a block that was promised. (A block
+    /// is published by the commit that fills it, with one holder, which then costs none; so this
+    /// refuses nothing as things are, and is what keeps the promise should they change.)
     fn may_swap(&self, group: usize, own: u32, other: u32) -> bool {
         let (own, other) = (BlockId(own), BlockId(other));
         let Some(store) = self.pool.store(group) else { return false };

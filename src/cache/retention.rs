@@ -6,12 +6,13 @@
 //! ([`Cache::set_time_ms`]): nothing here looks at a clock, so the same calls give the same
 //! evictions (P10).
 
+use super::prefix::PrefixIndex;
 use super::reuse::Reuse;
 use super::{Cache, SeqHandle};
 use crate::device::{huge_vec, room};
 use crate::error::{CacheError, DeviceError};
 use crate::plan::{EXPIRY_BYTES, NO_BLOCK};
-use crate::pool::{DEFAULT_PRIORITY, MAX_PRIORITY};
+use crate::pool::{DEFAULT_PRIORITY, MAX_PRIORITY, Pool};
 use crate::units::BlockId;
 
 /// The most ranges that one sequence can have.
@@ -95,6 +96,14 @@ impl Retentions {
                 priority,
                 duration_ms: Some(duration_ms).filter(|duration| *duration != u64::MAX),
             })
+        })
+    }
+
+    /// What they consist of, as numbers, for digests.
+    pub(super) fn numbers(&self) -> impl Iterator<Item = u64> {
+        self.ranges.iter().flatten().flat_map(|range| {
+            let Packed { from, to, duration_ms, priority } = *range;
+            [u64::from(from) << 32 | u64::from(to), duration_ms, u64::from(priority)]
         })
     }
 
@@ -399,31 +408,37 @@ impl Cache {
                 store.renew(BlockId(at));
             }
             moved = class;
-            let parent = index.parent(at);
-            for windowed in 0..index.windowed().len() {
-                let attached = index.attached(windowed, at);
-                let group = index.windowed()[windowed];
-                if attached != NO_BLOCK
-                    && let Some(store) = self.pool.store_mut(group)
-                {
-                    store.set_class(BlockId(attached), class);
-                }
-            }
-            at = parent;
+            set_class_of_attached(index, &mut self.pool, at, class);
+            at = index.parent(at);
         }
     }
 
     /// Raises the class of a block's parents to that of a block that was published behind them.
-    /// They are held by whoever published it, so no list changes.
+    /// They are held by whoever published it, so no list changes; what is attached to them may be
+    /// cached.
     pub(super) fn raise_parents(&mut self, block: u32, class: u8) {
         let Some(index) = self.reuse.as_ref().and_then(|reuse| reuse.index.as_ref()) else {
             return;
         };
-        let Some(store) = self.pool.store_mut(index.lead()) else { return };
         let mut at = index.parent(block);
-        while at != NO_BLOCK && store.class(BlockId(at)) < class {
+        while at != NO_BLOCK {
+            let Some(store) = self.pool.store_mut(index.lead()) else { return };
+            if store.class(BlockId(at)) >= class {
+                return;
+            }
             store.set_class(BlockId(at), class);
+            set_class_of_attached(index, &mut self.pool, at, class);
             at = index.parent(at);
+        }
+    }
+}
+
+/// Gives what is attached to a block of the lead group the same priority: a match needs them all.
+pub(super) fn set_class_of_attached(index: &PrefixIndex, pool: &mut Pool, block: u32, class: u8) {
+    for (windowed, group) in index.windowed().iter().enumerate() {
+        let attached = index.attached(windowed, block);
+        if let Some(store) = pool.store_mut(*group).filter(|_| attached != NO_BLOCK) {
+            store.set_class(BlockId(attached), class);
         }
     }
 }

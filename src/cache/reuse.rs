@@ -124,6 +124,7 @@ impl Reuse {
         }
         self.seqs.fill(SeqShare::NEW);
         self.expiry.clear();
+        self.pins.clear();
         self.epoch = 0;
         self.releases = 0;
     }
@@ -190,8 +191,9 @@ impl Cache {
         reuse.index.as_ref().map(PrefixIndex::prober)
     }
 
-    /// New sequences begin in another epoch: what was cached before is not found any more, because
-    /// the weights or an adapter changed. Sequences that run keep what they have.
+    /// New sequences begin in another epoch: what was cached in others is not found any more, because
+    /// the weights or an adapter changed. Sequences that run keep what they have. An epoch is its
+    /// number: one that is used again finds again what was cached in it.
     ///
     /// # Errors
     /// [`CacheError::ReservationsHeld`]: a reservation holds a match of the old epoch, which its

@@ -35,10 +35,11 @@ impl SeqHandle {
     }
 }
 
-/// One slot. `len ≤ high_water ≤ limit`.
+/// One slot. `len ≤ high_water ≤ limit`, but for what was restored: its `high_water` may be the
+/// plan's rewind beyond that.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SeqRecord {
-    /// Raised each time the slot is released; the first sequence of a slot has 1.
+    /// Raised each time the slot is taken: the first sequence of a slot has 1.
     pub(super) generation: u64,
     pub(super) key: Option<u64>,
     /// The how-many-th sequence of the cache it is: the youngest has the highest number.
@@ -218,7 +219,7 @@ impl SeqTable {
         SeqHandle { cache_id: self.cache_id, slot, generation }
     }
 
-    /// Undoes [`SeqTable::take_at`] of the last free slot.
+    /// Undoes [`SeqTable::take_at`].
     pub(super) fn untake(&mut self, slot: u32, at: usize) {
         self.clear(slot);
         self.free.insert(at, slot);

@@ -351,7 +351,9 @@ impl Step<'_> {
 
 impl Drop for Step<'_> {
     fn drop(&mut self) {
-        if self.open {
+        // In a panic the device may be what panics, and a second one would end the process. What is
+        // left open the next verb cancels.
+        if self.open && !std::thread::panicking() {
             self.cache.cancel_step();
         }
     }

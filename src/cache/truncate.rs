@@ -90,8 +90,7 @@ impl Cache {
         let alone = self.pool.store(lead).is_some_and(|store| store.holders(block) == 1);
         let is_leaf = self.index().is_some_and(|index| index.is_leaf(block.0));
         if alone && is_leaf {
-            self.forget(lead, block);
-            self.counters.blocks_withdrawn += 1;
+            self.withdraw(lead, block);
         }
     }
 

@@ -133,6 +133,12 @@ impl Views {
         idle.pop().ok_or(CallError::NoView { limit: self.limit })
     }
 
+    /// How many are lent.
+    pub(super) fn out(&self) -> usize {
+        let _rank = rank::take(Rank::Views);
+        self.limit - self.idle.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
     fn put_back(&self, view: OwnView) {
         // There is room: it was taken from here.
         let _rank = rank::take(Rank::Views);

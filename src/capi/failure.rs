@@ -190,8 +190,10 @@ const fn of_device(error: &DeviceError) -> kvpool_status_t {
         | DeviceError::CudaNoKernel { .. } => KVPOOL_NO_DEVICE,
         DeviceError::HostTensorsOnly { .. } | DeviceError::NoStreams { .. } => KVPOOL_WRONG_MEMORY,
         DeviceError::StepTooLong { .. } => KVPOOL_STEP_TOO_LARGE,
-        DeviceError::CudaMixedTypes | DeviceError::CudaMisaligned { .. } => KVPOOL_BAD_ARGUMENT,
-        DeviceError::OutOfRange { .. } => KVPOOL_BAD_ARGUMENT,
+        DeviceError::CudaMixedTypes
+        | DeviceError::CudaMisaligned { .. }
+        | DeviceError::CudaStreamOfThread
+        | DeviceError::OutOfRange { .. } => KVPOOL_BAD_ARGUMENT,
         DeviceError::Thread { .. }
         | DeviceError::BadLayout
         | DeviceError::WorkerPanicked

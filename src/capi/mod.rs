@@ -4,7 +4,7 @@
 //! | file | section of the header |
 //! |---|---|
 //! | `failure.rs`, `facts.rs`, `last_error.rs` | statuses, numbers of a failure, last error |
-//! | `handle.rs`, `registry.rs` | handles, and the objects behind them |
+//! | `handle.rs`, `registry.rs`, `process.rs` | handles, the objects behind them, and what a fork leaves of these |
 //! | `object.rs`, `gate.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
 //! | `caller.rs` | pointers of the caller, checked |
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
@@ -42,6 +42,7 @@ mod object;
 mod open;
 mod plan;
 mod prefix;
+mod process;
 mod registry;
 mod save;
 mod sequence;

@@ -16,6 +16,7 @@ use super::gate::Gate;
 use super::handle;
 use super::last_error::note;
 use super::plan::info_of;
+use super::process;
 use super::registry::Registry;
 use crate::cache::{BeginOptions, Begun, Cache, Prober, Reservation, Step};
 use crate::config::Config;
@@ -193,9 +194,15 @@ pub(super) fn any(
     })
 }
 
-/// Takes a cache out, unless a verb is under way. Waits for its readers.
+/// Takes a cache out, unless a verb is under way. Waits for its readers, and for those who have
+/// looked it up and are about to learn that it is closed: its memory and threads are gone when this
+/// returns, unless a view is out.
 pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
     guarded(|| {
+        if process::is_forked() {
+            // What the child has of it goes with the child.
+            return Ok(());
+        }
         let object = CACHES.get(cache)?;
         check_no_callback()?;
         let (_inside, mut open) = object.open.close()?;
@@ -203,7 +210,11 @@ pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
         // says to that concerns nobody any more.
         let _ = object.run(|| Ok(open.cache.leave_stream()?));
         drop(open);
-        CACHES.remove(cache)?;
+        drop(CACHES.remove(cache)?);
+        // A view that is put back meanwhile is counted as one more holder, until it is.
+        while Arc::strong_count(&object) > 1 + object.views.out() {
+            std::thread::yield_now();
+        }
         Ok(())
     })
 }

@@ -8,6 +8,7 @@ use super::caller::Caller;
 use super::config::toml_of;
 use super::object::{self, CACHES, Object, any, guarded, verb, verb_beside_step};
 use super::plan::{PLANS, group_of, layer_of};
+use super::process;
 use super::text::{Form, TextOut, json};
 use crate::cache::Cache;
 use crate::config::DeviceKind;
@@ -24,6 +25,7 @@ pub unsafe extern "C" fn kvpool_cache_open(
         let planned = PLANS.get(plan)?;
         let out = caller.place("out", out)?;
         let (plan, config) = (&planned.plan, &planned.config);
+        process::watch_forks();
         let cache = Cache::open_on_device(plan.clone(), &config.device, None)?;
         out.set(CACHES.insert(Object::new(cache, plan.clone(), config.clone())?)?);
         Ok(())

@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::failure::CallError;
 use super::handle::{Handle, Parts, pack, unpack};
+use super::process;
 use crate::device::rank::{self, Rank};
 
 /// Objects of one kind that can be there at once.
@@ -63,6 +64,7 @@ impl<T> Registry<T> {
     /// [`CallError::BadHandle`], [`CallError::StaleHandle`].
     pub(super) fn get<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
+        check_no_fork::<H>()?;
         let _rank = rank::take(Rank::Objects);
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         match slots.entries.get(parts.place as usize) {
@@ -81,6 +83,7 @@ impl<T> Registry<T> {
     /// As [`Registry::get`].
     pub(super) fn remove<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
+        check_no_fork::<H>()?;
         let _rank = rank::take(Rank::Objects);
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let entry = slots.entries.get_mut(parts.place as usize);
@@ -95,4 +98,10 @@ impl<T> Registry<T> {
         slots.free.push(parts.place);
         Ok(object)
     }
+}
+
+/// Refuses what was lost in a fork, before the lock is touched: a thread that is not here may have
+/// held it.
+fn check_no_fork<H: Handle>() -> Result<(), CallError> {
+    if process::is_forked() { Err(CallError::StaleHandle { what: H::NAME }) } else { Ok(()) }
 }

@@ -183,12 +183,12 @@ pub unsafe extern "C" fn kvpool_step_append(
         let k = Given::of(&caller, "k", k)?;
         let v = Given::of(&caller, "v", v)?.beside(&k)?;
         let layer = LayerIdx(layer);
-        if k.on_device {
-            return Ok(step.append_device(layer, k.device(), v.device())?);
-        }
         let pool = pool_bytes(step.plan(), step.pool_ptr());
         k.apart_from_bytes(pool, "the pool")?;
         v.apart_from_bytes(pool, "the pool")?;
+        if k.on_device {
+            return Ok(step.append_device(layer, k.device(), v.device())?);
+        }
         Ok(step.append(layer, k.host(&caller)?, v.host(&caller)?)?)
     })
 }
@@ -234,14 +234,14 @@ pub unsafe extern "C" fn kvpool_step_attend(
             lse.apart_from(&q)?;
             lse.apart_from(&out)?;
         }
+        let pool = pool_bytes(step.plan(), step.pool_ptr());
+        for tensor in [Some(&out), Some(&q), lse.as_ref()].into_iter().flatten() {
+            tensor.apart_from_bytes(pool, "the pool")?;
+        }
         let layer = LayerIdx(layer);
         if q.on_device {
             let lse = lse.map(|lse| lse.device());
             return Ok(step.attend_device(layer, q.device(), out.device(), lse, softmax_scale)?);
-        }
-        let pool = pool_bytes(step.plan(), step.pool_ptr());
-        for tensor in [Some(out), Some(q), lse].iter().flatten() {
-            tensor.apart_from_bytes(pool, "the pool")?;
         }
         let lse = lse.map(|lse| lse.host_f32(&caller)).transpose()?;
         let options = AttendOptions { softmax_scale, lse };

@@ -126,7 +126,8 @@ pub(super) fn bytes_of<T>(data: *const T, len: usize) -> (usize, usize) {
     (start, start.saturating_add(len.saturating_mul(size_of::<T>())))
 }
 
-/// Where a pool lies: in host memory, or at addresses that host memory does not have.
+/// Where a pool lies: in host memory, or in the device's, whose addresses host memory does not have.
+/// Tensors of either may be held against it.
 pub(super) fn pool_bytes(plan: &Plan, base: *const u8) -> (usize, usize) {
     bytes_of(base, usize::try_from(plan.pool_bytes.get()).unwrap_or(usize::MAX))
 }

@@ -15,11 +15,18 @@ const TOML: &str = "model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1,
 
 /// A small plan.
 pub(super) fn plan() -> kvpool_plan_t {
+    plan_with(&[])
+}
+
+/// The same with other settings.
+pub(super) fn plan_with(settings: &[&CStr]) -> kvpool_plan_t {
+    let settings: Vec<_> = settings.iter().map(|setting| setting.as_ptr()).collect();
+    let (set, sets) = (settings.as_ptr(), settings.len());
     // SAFETY: handles are numbers.
     let (mut config, mut plan): (kvpool_config_t, kvpool_plan_t) = unsafe { zeroed() };
     let (text, name) = (TOML.as_ptr().cast(), c"test".as_ptr());
-    // SAFETY: a text and its length, a C string, no overrides, a place.
-    let status = unsafe { kvpool_config_parse(text, TOML.len(), name, null(), 0, &raw mut config) };
+    // SAFETY: a text and its length, a C string, C strings and their number, a place.
+    let status = unsafe { kvpool_config_parse(text, TOML.len(), name, set, sets, &raw mut config) };
     assert_eq!(status, KVPOOL_OK);
     // SAFETY: a place.
     assert_eq!(unsafe { kvpool_plan_new(config, &raw mut plan) }, KVPOOL_OK);

@@ -2,29 +2,33 @@
 
 use std::ops::Range;
 use std::ptr::{from_mut, null};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::object::{CACHES, Object};
 use super::plan::PLANS;
-use super::tests::{begin, open, plan, stats};
+use super::tests::{begin, open, plan_with, stats};
 use super::*;
 use crate::cache::Cache;
 use crate::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice};
 use crate::error::DeviceError;
 use crate::plan::GroupLayout;
 
-/// A device of which one call panics.
+/// A device of which one call panics, or all from then on.
 #[derive(Debug)]
 struct Panicking {
     inner: NullDevice,
     /// How many calls are left until then.
-    left: Arc<AtomicU64>,
+    left: AtomicU64,
+    for_good: bool,
 }
 
 impl Panicking {
     fn call(&self) {
-        let left = self.left.fetch_sub(1, Relaxed);
+        let left = self.left.load(Relaxed);
+        assert!(left != 0, "the device is at its end");
+        if left != 1 || !self.for_good {
+            self.left.store(left.wrapping_sub(1), Relaxed);
+        }
         assert!(left != 1, "the device is at its end");
     }
 }
@@ -93,13 +97,14 @@ impl Device for Panicking {
     }
 }
 
-/// A cache whose device panics in its n-th call.
-fn panicking(n: u64) -> kvpool_cache_t {
-    let handle = plan();
+/// A cache whose device panics in its n-th call, and in all later ones if it does so for good. What
+/// is released it zeroes.
+fn panicking(n: u64, for_good: bool) -> kvpool_cache_t {
+    let handle = plan_with(&[c"pool.scrub='on-release'"]);
     let planned = PLANS.get(handle).expect("made just now");
     let (plan, config) = (planned.plan.clone(), planned.config.clone());
     let inner = NullDevice::open(&plan);
-    let device = Panicking { inner, left: Arc::new(AtomicU64::new(n)) };
+    let device = Panicking { inner, left: AtomicU64::new(n), for_good };
     let cache = Cache::open(plan.clone(), Box::new(device)).expect("opens");
     assert_eq!(kvpool_plan_destroy(handle), KVPOOL_OK);
     CACHES.insert(Object::new(cache, plan, config).expect("room")).expect("room")
@@ -169,9 +174,15 @@ fn script(cache: kvpool_cache_t) -> Said {
 /// cache is of no use any more, and others are not concerned.
 #[test]
 fn edge_58_a_panic_in_the_middle_of_a_verb_or_a_reader() {
+    for for_good in [false, true] {
+        panics_wherever_it_may(for_good);
+    }
+}
+
+fn panics_wherever_it_may(for_good: bool) {
     let mut where_it_was = Vec::new();
     for n in 1.. {
-        let (broken, sound) = (panicking(n), open());
+        let (broken, sound) = (panicking(n, for_good), open());
         let said = script(broken);
         let Some(at) = said.iter().position(|(_, status)| *status == KVPOOL_PANIC) else {
             assert!(said.iter().all(|(_, status)| *status == KVPOOL_OK), "{said:?}");

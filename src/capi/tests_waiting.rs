@@ -1,11 +1,11 @@
 //! What those find who had to wait for a cache.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use super::object::{reader, verb};
+use super::object::{CACHES, reader, verb};
 use super::tests::{begin, open, stats};
 use super::*;
 
@@ -74,4 +74,26 @@ fn closing_waits_for_readers() {
         assert!(done.load(Ordering::Acquire), "the cache was closed under a reader");
     });
     assert_eq!(stats(cache), KVPOOL_STALE_HANDLE);
+}
+
+/// Nor does anybody have it: what it held, of which there may be only so much in the machine, is
+/// free for the next one when `close` returns.
+#[test]
+fn closing_frees_the_cache_before_it_returns() {
+    for _ in 0..100 {
+        let cache = open();
+        let object = Arc::downgrade(&CACHES.get(cache).expect("open"));
+        let inside = Barrier::new(3);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    inside.wait();
+                    while stats(cache) == KVPOOL_OK {}
+                });
+            }
+            inside.wait();
+            assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+            assert_eq!(object.strong_count(), 0, "somebody still has the cache");
+        });
+    }
 }

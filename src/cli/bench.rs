@@ -12,6 +12,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 use super::{CliError, print, table, text_of};
 use crate::bench::{self, Measurement, Operation, Options, capi, isolation, manager};
 use crate::config::{CacheMode, Format, KernelChoice};
+use crate::units::Bytes;
 
 /// What to measure, and in what form it is printed.
 #[derive(Debug, Args)]
@@ -82,12 +83,13 @@ struct KernelArgs {
     formats: Vec<Format>,
     /// Modes, each in every format
     #[arg(long, value_name = "NAME", value_delimiter = ',',
-          default_value = "contiguous,paged,hybrid", value_parser = named::<CacheMode>)]
+          default_value = "contiguous,paged,hybrid", value_parser = measured_mode)]
     modes: Vec<CacheMode>,
     /// Kernels
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = named::<KernelChoice>)]
     kernel: KernelChoice,
-    /// MiB that the layers of each variant take at least, so that no cache holds them
+    /// MiB that the layers of each variant take at least, so that no cache holds them; of prefill
+    /// an eighth of it
     #[arg(long, value_name = "MIB", default_value_t = 512,
           value_parser = value_parser!(u64).range(1..=FOOTPRINT_MIB_MAX))]
     footprint: u64,
@@ -110,6 +112,17 @@ struct Document<'a, T> {
 }
 
 pub(super) fn run(args: &BenchArgs) -> Result<(), CliError> {
+    let has_names = matches!(
+        args.what,
+        What::Decode(_) | What::Append(_) | What::Prefill(_) | What::Manager(_) | What::Capi(_)
+    );
+    if !has_names && !args.filter.is_empty() {
+        return Err(CliError::Usage(
+            "--filter chooses shapes of decode, append and prefill, and cases of manager and capi; this one has \
+             neither: leave it out"
+                .to_owned(),
+        ));
+    }
     match &args.what {
         What::Decode(kernels) => run_kernels(args, kernels, Operation::Decode),
         What::Append(kernels) => run_kernels(args, kernels, Operation::Append),
@@ -306,7 +319,26 @@ fn run_kernels(
     if args.json {
         return print_json(&results, None);
     }
-    print(&text_of(&as_table(&results)))
+    print(&(text_of(&as_table(&results)) + &smaller(&results, options.layer_bytes())))
+}
+
+/// Which variants take less than was asked for: there are no more layers and no longer sequences
+/// than these.
+fn smaller(results: &[Measurement], asked: u64) -> String {
+    let mut text = String::new();
+    for one in results {
+        // A whole number of tokens is a little less.
+        if one.footprint_bytes < asked / 10 * 9 {
+            let (shape, mode, format) = (&one.shape, one.mode, one.format);
+            let [took, asked] = [one.footprint_bytes, asked].map(|bytes| Bytes(bytes).human());
+            // Writing to a String cannot fail.
+            let _ = writeln!(
+                text,
+                "{shape}, {mode} in {format}: its layers take {took} at most, less than the {asked} asked for"
+            );
+        }
+    }
+    text
 }
 
 fn as_table(results: &[Measurement]) -> comfy_table::Table {
@@ -359,6 +391,18 @@ fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds.is_finite() && seconds > 0.0 => Ok(seconds),
         _ => Err("expected a finite number of seconds above 0, such as 0.5".to_owned()),
+    }
+}
+
+/// Reads the name of a mode that computes.
+fn measured_mode(text: &str) -> Result<CacheMode, String> {
+    match named(text)? {
+        CacheMode::Dynamic => {
+            Err("\"dynamic\" is a baseline of replays, which computes nothing; expected \
+                                   \"contiguous\", \"paged\" or \"hybrid\""
+                .to_owned())
+        }
+        mode => Ok(mode),
     }
 }
 

@@ -1,14 +1,14 @@
 //! `kvpool compare` of a job that is replayed, and `kvpool run` of such a job.
 
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, IsTerminal as _};
 use std::path::Path;
 use std::sync::Mutex;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CliError, Shard, print, stopped_by_signals, table, text_of};
-use crate::config::{Compute, Source, WorkloadConfig};
+use super::{CliError, Shard, conclude, keep_names, stopped_by_signals, table, text_of};
+use crate::config::{self, Compute, Source, WorkloadConfig};
 use crate::error::JobError;
 use crate::job::replay::{
     Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, WorkloadSummary, replay,
@@ -26,7 +26,12 @@ pub(super) struct Options<'a> {
     pub(super) out: Option<&'a Path>,
     pub(super) resume: bool,
     pub(super) shard: Option<Shard>,
+    /// Whether the results are those of shards, read from their folders.
+    pub(super) merged: bool,
 }
+
+/// Variants that a message names, at most.
+const NAMED: usize = 8;
 
 impl Options<'_> {
     /// Makes the folder, before the work and not after it, and reads what an earlier run has
@@ -40,36 +45,93 @@ impl Options<'_> {
         Ok(if self.resume { read(folder)? } else { None })
     }
 
-    /// Says how many of a job's variants are missing.
-    pub(super) fn interrupted(&self, variants: usize, done: usize) -> Option<String> {
-        let expected = self.shard.map_or(variants, |Shard { part, of }| {
-            (0..variants).filter(|index| index % of == part - 1).count()
-        });
-        let missing = expected.saturating_sub(done);
-        (missing > 0).then(|| {
-            let all = counted(expected as u64, "variant");
-            format!("interrupted: {missing} of {all} not run; run it again with --out DIR --resume")
-        })
-    }
-
-    /// Prints the document, writes the files, warns, and fails where something is not as it must
-    /// be.
+    /// Writes the files, prints the document and ends the job: with a problem where variants are
+    /// missing. `part` says what is there; `has_more` whether a folder has that already, and more.
     pub(super) fn conclude(
         &self,
         document: &str,
+        part: &Part<'_>,
+        has_more: impl FnOnce(&Path) -> bool,
         write: impl FnOnce(&Path) -> Result<(), JobError>,
         warnings: impl Iterator<Item = String>,
-        problems: Vec<String>,
+        mut problems: Vec<String>,
     ) -> Result<(), CliError> {
-        print(document)?;
-        if let Some(folder) = self.out {
-            write(folder)?;
+        let missing = part.missing(self.shard);
+        // What an earlier run has completed is not given away for a part of it.
+        let kept = self.out.filter(|folder| !missing.is_empty() && has_more(folder));
+        let written = match self.out {
+            Some(folder) if kept.is_none() => write(folder).map_err(CliError::from),
+            _ => Ok(()),
+        };
+        problems.extend(self.incomplete(part, &missing, kept));
+        conclude(written, document, warnings, problems)
+    }
+
+    /// Says which of a job's variants are missing, and what to do.
+    fn incomplete(
+        &self,
+        part: &Part<'_>,
+        missing: &[usize],
+        kept: Option<&Path>,
+    ) -> Option<String> {
+        let number = missing.len();
+        if number == 0 {
+            return None;
         }
-        for warning in warnings {
-            // If this cannot be written, the report still says it.
-            let _ = writeln!(io::stderr(), "warning: {warning}");
+        let all = counted((part.expected(self.shard).count()) as u64, "variant");
+        if self.merged {
+            let verb = if number == 1 { "is" } else { "are" };
+            let names = part.names(missing);
+            return Some(format!("{number} of {all} {verb} in none of these folders: {names}"));
         }
-        if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+        Some(match kept {
+            Some(folder) => format!(
+                "interrupted: {number} of {all} not run; {} keeps what an earlier run has, which is more",
+                folder.display()
+            ),
+            None => format!(
+                "interrupted: {number} of {all} not run; run it again with --out DIR --resume"
+            ),
+        })
+    }
+}
+
+/// The variants that a report has, of those of its job.
+pub(super) struct Part<'a> {
+    /// The job's settings, as the report has them.
+    pub(super) config: &'a str,
+    /// How many variants the job has.
+    pub(super) variants: usize,
+    /// The places in the file of those that are there.
+    pub(super) there: Vec<usize>,
+}
+
+impl Part<'_> {
+    /// The places of all, or of a shard's.
+    fn expected(&self, shard: Option<Shard>) -> impl Iterator<Item = usize> {
+        (0..self.variants)
+            .filter(move |index| shard.is_none_or(|Shard { part, of }| index % of == part - 1))
+    }
+
+    fn missing(&self, shard: Option<Shard>) -> Vec<usize> {
+        self.expected(shard).filter(|index| !self.there.contains(index)).collect()
+    }
+
+    /// The names of variants; their numbers where the settings cannot be read here, for files that
+    /// they refer to.
+    fn names(&self, places: &[usize]) -> String {
+        let source = config::parse(self.config, Path::new("the job"), &[]).ok();
+        let names = source.map_or_else(Vec::new, |source| source.variants());
+        let name = |place: &usize| match names.get(*place) {
+            Some((name, _)) => format!("{name:?}"),
+            None => format!("number {}", place + 1),
+        };
+        let mut text = places.iter().take(NAMED).map(name).collect::<Vec<_>>().join(", ");
+        if places.len() > NAMED {
+            // Writing to a String cannot fail.
+            let _ = write!(text, " and {} more", places.len() - NAMED);
+        }
+        text
     }
 }
 
@@ -113,10 +175,18 @@ pub(super) fn show(report: &Replay, options: &Options<'_>) -> Result<(), CliErro
             )
         })
     });
-    let mut problems = output::problems(report);
-    problems.extend(options.interrupted(report.variants, report.runs.len()));
+    let part = Part {
+        config: &report.config,
+        variants: report.variants,
+        there: report.runs.iter().map(Replayed::index).collect(),
+    };
+    // What cannot be read has nothing that is missed.
+    let has_more = |folder: &Path| {
+        output::read(folder).is_ok_and(|old| old.is_some_and(|old| output::has_more(&old, report)))
+    };
     let write = |folder: &Path| output::write(report, folder);
-    options.conclude(&document, write, damaged.into_iter().chain(refused), problems)
+    let warnings = damaged.into_iter().chain(refused);
+    options.conclude(&document, &part, has_more, write, warnings, output::problems(report))
 }
 
 fn done(report: &Replay) -> impl Iterator<Item = &VariantResult> {
@@ -151,12 +221,13 @@ pub(super) fn text(report: &Replay) -> String {
         "wasted",
         "hit\nrate",
         rate,
-        "first\ntoken s\np50",
-        "first\ntoken s\np99",
+        "first\ntoken\ns p50",
+        "first\ntoken\ns p99",
         "token\nms p50",
     ];
     let mut table = table(&header, 1..header.len());
     table.set_width(WIDTH);
+    keep_names(&mut table, done(report).map(|run| run.variant.as_str()));
     for run in done(report) {
         let wasted =
             run.mean_block_waste_bytes + run.mean_slot_waste_bytes + run.mean_promised_bytes;

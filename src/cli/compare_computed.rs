@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use super::compare::{Options, WIDTH, figure, percent, short, whole};
+use super::compare::{Options, Part, WIDTH, figure, percent, short, whole};
 use super::progress::{Bars, NoBars};
 use super::run::{allocated, warning};
-use super::{CliError, stopped_by_signals, table, text_of};
+use super::{CliError, keep_names, stopped_by_signals, table, text_of};
 use crate::config::Source;
 use crate::job::computed::{self, ComputeOptions, Computed};
 use crate::job::report::devices;
@@ -31,9 +31,19 @@ pub(super) fn show(report: &Computed, options: &Options<'_>) -> Result<(), CliEr
     let runs = || report.runs.iter().map(|run| &run.run);
     let mut problems = report.report().problems();
     problems.extend(runs().filter_map(allocated));
-    problems.extend(options.interrupted(report.variants, report.runs.len()));
+    let part = Part {
+        config: &report.config,
+        variants: report.variants,
+        there: report.runs.iter().map(|run| run.index).collect(),
+    };
+    // What cannot be read has nothing that is missed.
+    let has_more = |folder: &Path| {
+        computed::read(folder)
+            .is_ok_and(|old| old.is_some_and(|old| computed::has_more(&old, report)))
+    };
     let write = |folder: &Path| computed::write(report, folder);
-    options.conclude(&document, write, runs().filter_map(warning), problems)
+    let warnings = runs().filter_map(warning);
+    options.conclude(&document, &part, has_more, write, warnings, problems)
 }
 
 /// The table, and what there is to say below it.
@@ -70,6 +80,7 @@ fn text(report: &Computed) -> String {
     ];
     let mut table = table(&header, 1..header.len());
     table.set_width(WIDTH);
+    keep_names(&mut table, done.iter().map(|run| run.variant.as_str()));
     for run in &done {
         table.add_row([
             run.variant.clone(),

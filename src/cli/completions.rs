@@ -1,12 +1,12 @@
 //! `kvpool run` of a file with `[generate]`: a model completes a file of prompts.
 
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal as _, Write as _};
+use std::io::{self, IsTerminal as _};
 use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CliError, print, stopped_by_signals, table, text_of};
+use super::{CliError, conclude, stopped_by_signals, table, text_of};
 use crate::config::Source;
 use crate::error::ModelError;
 use crate::job;
@@ -32,31 +32,28 @@ pub(super) fn run(
     let report = report?;
     let text = serde_json::to_string_pretty(&report).map_err(io::Error::other)? + "\n";
     let path = out.join("results.json");
-    std::fs::write(&path, &text)
-        .map_err(|error| ModelError::Setting(format!("{}: {error}", path.display())))?;
-    print(&if json { text } else { table_of(&report) })?;
-    for run in &report.runs {
-        if run.refused > 0 {
-            // If this cannot be written, the file of completions still says it.
-            let _ = writeln!(
-                io::stderr(),
-                "warning: variant {:?}: {} can never run; {} says why",
-                run.variant,
-                counted(run.refused, "request"),
-                run.completions.display()
-            );
-        }
-    }
-    if !report.interrupted {
-        return Ok(());
-    }
+    let written = std::fs::write(&path, &text).map_err(|error| {
+        CliError::from(ModelError::Setting(format!("{}: {error}", path.display())))
+    });
+    let refused = report.runs.iter().filter(|run| run.refused > 0).map(|run| {
+        format!(
+            "variant {:?}: {} can never run; {} says why",
+            run.variant,
+            counted(run.refused, "request"),
+            run.completions.display()
+        )
+    });
     let done: usize = report.runs.iter().map(|run| run.requests).sum();
     let all = report.prompts * report.variants;
-    Err(CliError::Problems(vec![format!(
-        "interrupted: {} of {} done; run it again with --resume",
-        grouped(done as u64),
-        counted(all as u64, "completion")
-    )]))
+    let interrupted = report.interrupted.then(|| {
+        format!(
+            "interrupted: {} of {} done; run it again with --resume",
+            grouped(done as u64),
+            counted(all as u64, "completion")
+        )
+    });
+    let document = if json { text } else { table_of(&report) };
+    conclude(written, &document, refused, interrupted.into_iter().collect())
 }
 
 /// The table, and what there is to say below it.

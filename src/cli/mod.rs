@@ -233,6 +233,11 @@ enum CliError {
 }
 
 impl CliError {
+    /// Whether the reader has seen enough (`kvpool presets | head -3`).
+    fn is_closed_pipe(&self) -> bool {
+        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+
     /// Whether the command line or the file is at fault, and not the run.
     fn is_usage(&self) -> bool {
         #[cfg(feature = "model")]
@@ -272,10 +277,7 @@ pub fn main() -> ExitCode {
     };
     match dispatch(&cli.command) {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader has seen enough (`kvpool presets | head -3`).
-        Err(CliError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
-            ExitCode::SUCCESS
-        }
+        Err(error) if error.is_closed_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             // If not even this can be written, the status still tells.
             let _ = writeln!(io::stderr().lock(), "error: {error}");
@@ -291,7 +293,8 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         }
         Command::Compare { file, json, out, resume, shard } => {
             let (out, resume) = (out.as_deref(), *resume);
-            let options = compare::Options { json: *json, out, resume, shard: *shard };
+            let options =
+                compare::Options { json: *json, out, resume, shard: *shard, merged: false };
             compare::run(&file.load()?, &options)
         }
         Command::Recommend { file, formats } => recommend::run(&file.load()?, formats),
@@ -339,29 +342,54 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
 const INTERRUPTED: i32 = 130;
 
 /// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call
-/// on that is all that these do; the second time they end the program, whatever it is doing.
+/// on that is all that these do; the second time they end the program, whatever it is doing. A
+/// signal that was ignored when the program began stays ignored.
 ///
 /// No thread waits for signals: one that came to run late would allocate while a job is measured.
 fn stopped_by_signals() -> &'static AtomicBool {
     static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
         let stop = Arc::default();
+        let ignored = ignored_signals();
+        let is_ignored = |signal: i32| ignored.is_some_and(|mask| mask >> (signal - 1) & 1 == 1);
         for signal in [consts::SIGINT, consts::SIGTERM] {
+            if is_ignored(signal) {
+                continue;
+            }
             // In this order, so that the first one does not end the program. Where signals cannot
             // be caught, the default does.
             let _ = flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(&stop));
             let _ = flag::register(signal, Arc::clone(&stop));
         }
-        // A terminal that is closed may send this one twice.
+        // A terminal that is closed may send this one twice. Where the system does not say whether
+        // `nohup` is to shield the program from it, it stays as it is.
         #[cfg(unix)]
-        let _ = flag::register(consts::SIGHUP, Arc::clone(&stop));
+        if ignored.is_some() && !is_ignored(consts::SIGHUP) {
+            let _ = flag::register(consts::SIGHUP, Arc::clone(&stop));
+        }
         stop
     });
     &STOP
 }
 
+/// The signals that this process was started to ignore, a bit each, from 1 on: whoever started it
+/// (`nohup`, a shell that runs it in the background) wants it so, and a handler would undo that.
+/// `None` where the system does not say.
+fn ignored_signals() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
+    u64::from_str_radix(mask.trim(), 16).ok()
+}
+
 /// Reads the results of shards and shows them as one.
 fn merge(shards: &[PathBuf], json: bool, out: Option<&Path>) -> Result<(), CliError> {
-    let options = compare::Options { json, out, ..Default::default() };
+    let options = compare::Options { json, out, merged: true, ..Default::default() };
+    if let Some(file) = shards.iter().find(|shard| shard.is_file()) {
+        let folder = file.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let folder = folder.unwrap_or(Path::new("."));
+        let (file, folder) = (file.display(), folder.display());
+        let problem = format!("{file} is a file; give the folder that it is in, {folder}");
+        return Err(JobError::Merge { problem }.into());
+    }
     if shards.iter().any(|folder| computed::is_in(folder)) {
         let whole = computed::merge(read_all(shards, computed::read)?)?;
         return compare_computed::show(&whole, &options);
@@ -397,6 +425,32 @@ fn print(text: &str) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Ends a job of which the files are written, or not: prints its document, warns, and says what is
+/// not as it must be. Each of these is done whatever became of those before it: the result of hours
+/// goes to whoever can take it, and no closed pipe makes a success of a problem.
+fn conclude(
+    written: Result<(), CliError>,
+    document: &str,
+    warnings: impl Iterator<Item = String>,
+    mut problems: Vec<String>,
+) -> Result<(), CliError> {
+    let printed = print(document);
+    for warning in warnings {
+        // If this cannot be written, the report still says it.
+        let _ = writeln!(io::stderr(), "warning: {warning}");
+    }
+    let ended = written.and(printed);
+    if problems.is_empty() {
+        return ended;
+    }
+    if let Err(error) = ended
+        && !error.is_closed_pipe()
+    {
+        problems.push(error.to_string());
+    }
+    Err(CliError::Problems(problems))
+}
+
 /// A table without lines, 120 columns wide at most. Columns named in `right` are numbers.
 fn table(header: &[&str], right: std::ops::Range<usize>) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
@@ -405,13 +459,28 @@ fn table(header: &[&str], right: std::ops::Range<usize>) -> comfy_table::Table {
         .set_content_arrangement(comfy_table::ContentArrangement::Dynamic)
         .set_width(120)
         .set_header(header);
+    let last = header.len().saturating_sub(1);
     for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
+        // Behind the last one stands nothing.
+        column.set_padding((0, if index == last { 0 } else { 2 }));
         if right.contains(&index) {
             column.set_cell_alignment(comfy_table::CellAlignment::Right);
         }
     }
     table
+}
+
+/// The most columns of a name that are kept in one piece.
+const NAME_WIDTH: usize = 32;
+
+/// Keeps the names in the first column of a table in one piece, as far as there is room for them.
+fn keep_names<'a>(table: &mut comfy_table::Table, names: impl Iterator<Item = &'a str>) {
+    let longest = names.map(|name| name.chars().count()).max().unwrap_or(0).min(NAME_WIDTH);
+    // And two for the padding.
+    let width = comfy_table::Width::Fixed(u16::try_from(longest + 2).unwrap_or(u16::MAX));
+    if let Some(column) = table.column_mut(0) {
+        column.set_constraint(comfy_table::ColumnConstraint::LowerBoundary(width));
+    }
 }
 
 /// The table's text without the blanks at the ends of its lines.

@@ -12,7 +12,7 @@ use crate::device::cuda::CudaGpu;
 use crate::device::resolve_budget;
 use crate::error::{OpenError, PlanError};
 use crate::plan::{KvFormat, Plan};
-use crate::units::grouped;
+use crate::units::{Bytes, grouped};
 
 /// The plan of the file, and those of its variants. As JSON, the keys are those of the plan, and
 /// `variants` when the file has some.
@@ -63,13 +63,12 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
         print(&text)?;
     } else {
         print(&text(&base, &variants))?;
-        print(&memory_note(&base, &base_config))?;
+        print(&memory_notes(&base, &base_config, &variants))?;
     }
     match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
         None => Ok(()),
-        Some((variant, error)) => {
-            Err(crate::error::JobError::Open { variant, source: error.into() }.into())
-        }
+        // As that of the file itself, it is a mistake in the settings.
+        Some((name, error)) => Err(CliError::Usage(format!("variant {name:?}: {error}"))),
     }
 }
 
@@ -82,52 +81,87 @@ fn resolved(config: &Config) -> Result<Config, CliError> {
     Ok(config)
 }
 
-/// As [`memory_note`], for a GPU.
-fn gpu_memory_note(plan: &Plan, config: &Config) -> String {
-    let Ok(workspace) = plan.cuda_workspace() else { return String::new() };
-    let mut text = format!(
-        "memory    workspace on the GPU {} B, pinned host memory {} B",
-        workspace.device_bytes, workspace.pinned_bytes
-    );
-    let gpu = CudaGpu::find(config.device.ordinal).and_then(|gpu| gpu.memory());
-    let (available, whose) = match (config.device.memory_limit, gpu) {
-        (Some(limit), _) => (limit, "device.memory_limit"),
-        (None, Ok((free, _))) => (free, "what the GPU has free"),
-        (None, Err(error)) => {
-            // Writing to a String cannot fail.
-            let _ = writeln!(text, "; it will be refused here: {error}");
-            return text;
-        }
-    };
-    let note = match plan.check_device_memory(workspace.device_bytes, available, whose) {
-        Ok(()) => format!("it fits in {} of {whose}", available.human()),
-        Err(error) => format!("it will be refused: {error}"),
-    };
-    let _ = writeln!(text, "; {note}");
-    for (name, bytes) in workspace.terms() {
-        let _ = writeln!(text, "          {:>16} B  {name}", bytes.to_string());
-    }
-    text
+/// Whether a plan would open here.
+struct Fit {
+    /// The memory that it takes beside the pool.
+    needs: String,
+    /// What `device.memory_limit` or this machine has for it, or why it will be refused.
+    verdict: Result<String, String>,
+    /// What the memory is for, a line each.
+    terms: Vec<String>,
 }
 
-/// Whether the plan would open here: the memory that it takes, and what `device.memory_limit` or
-/// this machine has for it.
-fn memory_note(plan: &Plan, config: &Config) -> String {
-    if config.device.kind == DeviceKind::Cuda {
-        return gpu_memory_note(plan, config);
+impl Fit {
+    /// Of a plan for the device that the settings name.
+    fn of(plan: &Plan, config: &Config) -> Option<Self> {
+        if config.device.kind == DeviceKind::Cuda {
+            return Self::on_gpu(plan, config);
+        }
+        let threads = num_threads(&config.device);
+        let workspace = plan.cpu_workspace_bytes(threads).ok()?;
+        let (available, whose) = match (config.device.memory_limit, available_memory()) {
+            (Some(limit), _) => (limit, "device.memory_limit"),
+            (None, Some(available)) => (available, "what this machine has available"),
+            (None, None) => return None,
+        };
+        let verdict = verdict(plan.check_memory(workspace, available, whose), available, whose);
+        let needs = format!("workspace of {threads} threads {workspace} B");
+        Some(Self { needs, verdict, terms: Vec::new() })
     }
-    let threads = num_threads(&config.device);
-    let Ok(workspace) = plan.cpu_workspace_bytes(threads) else { return String::new() };
-    let (available, whose) = match (config.device.memory_limit, available_memory()) {
-        (Some(limit), _) => (limit, "device.memory_limit"),
-        (None, Some(available)) => (available, "what this machine has available"),
-        (None, None) => return String::new(),
-    };
-    let note = match plan.check_memory(workspace, available, whose) {
-        Ok(()) => format!("it fits in {} of {whose}", available.human()),
-        Err(error) => format!("it will be refused: {error}"),
-    };
-    format!("memory    workspace of {threads} threads {workspace} B; {note}\n")
+
+    fn on_gpu(plan: &Plan, config: &Config) -> Option<Self> {
+        let workspace = plan.cuda_workspace().ok()?;
+        let needs = format!(
+            "workspace on the GPU {} B, pinned host memory {} B",
+            workspace.device_bytes, workspace.pinned_bytes
+        );
+        let gpu = CudaGpu::find(config.device.ordinal).and_then(|gpu| gpu.memory());
+        let (available, whose) = match (config.device.memory_limit, gpu) {
+            (Some(limit), _) => (limit, "device.memory_limit"),
+            (None, Ok((free, _))) => (free, "what the GPU has free"),
+            (None, Err(error)) => {
+                let verdict = Err(format!("it will be refused here: {error}"));
+                return Some(Self { needs, verdict, terms: Vec::new() });
+            }
+        };
+        let checked = plan.check_device_memory(workspace.device_bytes, available, whose);
+        let term = |(name, bytes): (&str, Bytes)| {
+            format!("          {:>16} B  {name}\n", bytes.to_string())
+        };
+        let terms = workspace.terms().into_iter().map(term).collect();
+        Some(Self { needs, verdict: verdict(checked, available, whose), terms })
+    }
+}
+
+fn verdict(
+    checked: Result<(), PlanError>,
+    available: Bytes,
+    whose: &str,
+) -> Result<String, String> {
+    match checked {
+        Ok(()) => Ok(format!("it fits in {} of {whose}", available.human())),
+        Err(error) => Err(format!("it will be refused: {error}")),
+    }
+}
+
+/// The memory that the file's plan takes and whether that is there; and the same of each variant
+/// that will be refused for it.
+fn memory_notes(base: &Plan, config: &Config, variants: &[Planned]) -> String {
+    let mut text = String::new();
+    if let Some(fit) = Fit::of(base, config) {
+        let without = if variants.is_empty() { "" } else { "without its variants the file has a " };
+        let (Fit { needs, terms, .. }, Ok(note) | Err(note)) = (&fit, &fit.verdict);
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "memory    {without}{needs}; {note}");
+        text.push_str(&terms.concat());
+    }
+    for (name, config, plan) in variants {
+        let fit = plan.as_ref().ok().and_then(|plan| Fit::of(plan, config));
+        if let Some(Fit { needs, verdict: Err(why), .. }) = fit {
+            let _ = writeln!(text, "          variant {name:?}: {needs}; {why}");
+        }
+    }
+    text
 }
 
 fn document<'a>(base: &'a Plan, variants: &'a [Planned]) -> Document<'a> {

@@ -1,11 +1,10 @@
 //! `kvpool run`.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 use std::path::Path;
 
 use super::progress::{Bars, NoBars};
-use super::{CliError, print, table, text_of};
+use super::{CliError, conclude, keep_names, table, text_of};
 use crate::config::Source;
 use crate::job::report::devices;
 use crate::job::{self, Report, Run, RunReport};
@@ -21,19 +20,11 @@ pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(),
         Some(mut bars) => job::run(source, &mut bars)?,
         None => job::run(source, &mut NoBars)?,
     };
-    print(&if json { job::json(&report) } else { text(&report) })?;
-    if let Some(folder) = out {
-        job::write(&report, folder)?;
-    }
-    for run in &report.runs {
-        if let Some(warning) = warning(run) {
-            // If this cannot be written, the report still says it.
-            let _ = writeln!(io::stderr(), "warning: {warning}");
-        }
-    }
+    let document = if json { job::json(&report) } else { text(&report) };
+    let written = out.map_or(Ok(()), |folder| job::write(&report, folder)).map_err(CliError::from);
     let mut problems = report.problems();
     problems.extend(report.runs.iter().filter_map(allocated));
-    if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
+    conclude(written, &document, report.runs.iter().filter_map(warning), problems)
 }
 
 /// What a run leaves out: requests that can never run, the first one's reason and what to change.
@@ -74,6 +65,7 @@ fn text(report: &Report) -> String {
     if !done.is_empty() {
         let header: Vec<&str> = columns.iter().map(|column| column.header).collect();
         let mut table = table(&header, 1..header.len());
+        keep_names(&mut table, done.iter().map(|run| run.variant.as_str()));
         for run in &done {
             table.add_row(columns.iter().map(|column| (column.cell)(run)));
         }

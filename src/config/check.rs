@@ -11,7 +11,7 @@ use super::{
 
 /// The most sequences; a sequence slot is addressed with fewer than 32 bits.
 const MAX_SEQS: u32 = 1_048_576;
-/// The most tokens of a sequence or a step.
+/// The most tokens of a sequence, a step or the sinks.
 const MAX_TOKENS: u32 = 16_777_216;
 /// The sizes of a block that the kernels are made for.
 const TOKENS_PER_BLOCK: [u32; 5] = [MIN_TOKENS_PER_BLOCK, 16, 32, 64, MAX_TOKENS_PER_BLOCK];
@@ -66,6 +66,8 @@ pub fn verify(config: &Config, geometry: &Geometry) -> Result<(), Invalid> {
 /// Checks everything but the workload and the variants.
 pub(super) fn check(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
     check_limits(&config.limits)?;
+    // What lies behind the sinks, in whole blocks, is counted in 32 bits.
+    in_range("model.sink_tokens", geometry.sink_tokens, 0..=MAX_TOKENS)?;
     check_cache(&config.cache, geometry)?;
     check_events(config, geometry)?;
     check_pool(config)?;

@@ -49,8 +49,19 @@ pub struct GoalsConfig {
 /// The longest time that a step or a token may be said to take: a quarter of an hour.
 const MAX_US: f64 = 1e9;
 
+/// The least bandwidth: a megabyte a second. What is below was meant in GB or TB, and steps would
+/// take hours.
+const MIN_BANDWIDTH: Bytes = Bytes(1_000_000);
+
 impl CostConfig {
     pub(super) fn check(&self) -> Result<(), Complaint> {
+        if self.bandwidth < MIN_BANDWIDTH {
+            return Err(Complaint::with_help(
+                "cost.bandwidth",
+                format!("{} bytes a second are less than 1 MB", self.bandwidth),
+                "a plain number is of bytes; write the unit too, such as \"3350 GB\"",
+            ));
+        }
         for (key, time) in [("cost.step_us", self.step_us), ("cost.token_us", self.token_us)] {
             if !(0.0..=MAX_US).contains(&time) {
                 return Err(Complaint::new(key, format!("{time} is out of range")));
@@ -79,9 +90,15 @@ mod tests {
 
     #[test]
     fn times_are_in_range() {
-        let cost =
-            CostConfig { bandwidth: Bytes(1), step_us: 0.0, token_us: 0.0, weight_bytes: Bytes(1) };
+        let cost = CostConfig {
+            bandwidth: MIN_BANDWIDTH,
+            step_us: 0.0,
+            token_us: 0.0,
+            weight_bytes: Bytes(1),
+        };
         assert_eq!(cost.check(), Ok(()));
+        let slow = CostConfig { bandwidth: Bytes(999_999), ..cost };
+        assert_eq!(slow.check().unwrap_err().key, "cost.bandwidth");
         for time in [-1.0, f64::NAN, f64::INFINITY, 2e9] {
             let wrong = CostConfig { step_us: time, ..cost.clone() };
             assert_eq!(wrong.check().unwrap_err().key, "cost.step_us");

@@ -22,7 +22,7 @@ const EXPECTED: &[(&str, &str)] = &[
         "expected a list of window lengths in tokens (0 = all), such as [4096] or [4096, 0]: one, a \
          pattern that is repeated over the layers, or one a layer",
     ),
-    ("model.sink_tokens", "expected a whole number of tokens, 0 or more"),
+    ("model.sink_tokens", "expected a whole number of tokens from 0 to 16,777,216"),
     ("limits", "expected a table [limits] with max_seqs, max_seq_len and max_batch_tokens"),
     ("limits.max_seqs", "expected a whole number from 1 to 1,048,576"),
     ("limits.max_seq_len", "expected a whole number of tokens from 1 to 16,777,216"),
@@ -101,7 +101,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("workload.tool_ms", super::length::DISTRIBUTIONS),
     ("workload.arrivals", "expected \"at-once\", \"trace\", \"poisson\" or \"bursts\""),
     ("workload.time_scale", "expected a number above 0, at most 1,000,000"),
-    ("workload.requests_per_s", "expected a number above 0, at most 1,000,000"),
+    ("workload.requests_per_s", "expected how many arrive in a second, from 0.000001 to 1,000,000"),
     ("workload.burst_requests", "expected a whole number from 1 to 10,000,000"),
     ("workload.columns", "expected a table [workload.columns]"),
     ("workload.columns.prompt", "expected the name of a column, as the file's first line has it"),
@@ -111,7 +111,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("workload.hash_block_tokens", "expected a whole number of tokens from 1 to 1,048,576"),
     ("workload.skip_damaged_lines", "expected true or false"),
     ("workload.length_scale", "expected a number above 0, at most 1"),
-    ("workload.check_samples", "expected a whole number, 0 or more"),
+    ("workload.check_samples", "expected a whole number from 0 to 1,000,000"),
     ("generate", "expected a table [generate] with engine and prompts"),
     ("generate.engine", "expected \"model\""),
     ("generate.prompts", "expected the path of a file of prompts, from the current directory"),
@@ -126,7 +126,7 @@ const EXPECTED: &[(&str, &str)] = &[
     ("cost", "expected a table [cost] with bandwidth, step_us and weight_bytes"),
     (
         "cost.bandwidth",
-        "expected how many bytes a second the device's memory moves, such as \"3.35 TB\"",
+        "expected how many bytes a second the device's memory moves, 1 MB or more, such as \"3.35 TB\"",
     ),
     ("cost.step_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
     ("cost.token_us", "expected a number of microseconds, 0 or more, at most 1,000,000,000"),
@@ -156,8 +156,8 @@ const DISTRIBUTED: [&str; 9] = [
 /// The fields of a distribution.
 const DISTRIBUTION: &[(&str, &str)] = &[
     ("dist", "expected \"fixed\", \"uniform\", \"lognormal\" or \"bimodal\""),
-    ("value", "expected a whole number from 1"),
-    ("min", "expected a whole number from 1, at most max"),
+    ("value", "expected a whole number"),
+    ("min", "expected a whole number, at most max"),
     ("max", "expected a whole number, at least min"),
     ("median", "expected a finite number above 0"),
     ("sigma", "expected a finite number, 0 or more"),

@@ -156,16 +156,22 @@ impl LengthDistribution {
         }
     }
 
+    /// The least that can be drawn, and the field that says so.
+    pub(super) fn least(&self) -> (&'static str, u32) {
+        match *self {
+            Self::Fixed { value } => ("value", value),
+            Self::Uniform { min, .. } | Self::Lognormal { min, .. } | Self::Bimodal { min, .. } => {
+                ("min", min)
+            }
+        }
+    }
+
     fn in_range(self) -> Result<Self, BadLength> {
         match self {
-            Self::Fixed { value: 0 } => return Err(BadLength::new("value", "is 0")),
             Self::Fixed { .. } => {}
             Self::Uniform { min, max }
             | Self::Lognormal { min, max, .. }
             | Self::Bimodal { min, max, .. } => {
-                if min == 0 {
-                    return Err(BadLength::new("min", "is 0"));
-                }
                 if min > max {
                     return Err(BadLength::new("min", format!("is {min}, more than max = {max}")));
                 }
@@ -209,10 +215,8 @@ mod tests {
         );
         for (text, key) in [
             ("dist = 'fixed'", "value"),
-            ("dist = 'fixed'\nvalue = 0", "value"),
             ("dist = 'fixed'\nvalue = 1\nmin = 1", "min"),
             ("dist = 'uniform'\nmin = 1", "max"),
-            ("dist = 'uniform'\nmin = 0\nmax = 4", "min"),
             ("dist = 'uniform'\nmin = 5\nmax = 4", "min"),
             ("dist = 'lognormal'\nmedian = nan\nsigma = 0.5\nmin = 1\nmax = 20", "median"),
             ("dist = 'lognormal'\nmedian = 9\nsigma = -1\nmin = 1\nmax = 20", "sigma"),
@@ -229,7 +233,8 @@ mod tests {
             let complaint = Complaint::from_serde_text("", error.message()).unwrap();
             assert_eq!(complaint.key, key, "{text}");
         }
-        let longest = LengthDistribution::Uniform { min: 1, max: 9 }.longest();
-        assert_eq!(longest, 9);
+        let uniform = LengthDistribution::Uniform { min: 1, max: 9 };
+        assert_eq!((uniform.least(), uniform.longest()), (("min", 1), 9));
+        assert_eq!(LengthDistribution::Fixed { value: 0 }.least(), ("value", 0));
     }
 }

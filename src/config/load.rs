@@ -167,8 +167,9 @@ fn check_variants(config: &Config, geometry: &Geometry) -> Result<(), Complaint>
 /// Checks every combination of every sweep, as [`check_variants`].
 fn check_sweeps(config: &Config, geometry: &Geometry) -> Result<(), Complaint> {
     let mut names: HashSet<String> = config.variant.iter().map(|v| v.name.clone()).collect();
+    let mut count = 0;
     for (index, sweep) in config.sweep.iter().enumerate() {
-        sweep.check(index)?;
+        count = sweep.check(index, count)?;
         for variant in sweep.variants(config.cache.mode) {
             let of_variant = |complaint: Complaint| Complaint {
                 key: format!("sweep.{index}"),

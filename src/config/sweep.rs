@@ -6,7 +6,7 @@ use super::complaint::Complaint;
 use super::variant::VariantConfig;
 use super::{Admission, CacheMode, Capacity, ContiguousLayers, Format};
 
-/// The most variants that one sweep may come to.
+/// The most variants that all sweeps may come to.
 const MAX_VARIANTS: usize = 4096;
 
 /// One `[[sweep]]`: a list for each setting, of which every combination is a variant. A setting
@@ -47,8 +47,9 @@ fn values<T: Clone>(list: &[T]) -> Vec<Option<T>> {
 }
 
 impl SweepConfig {
-    /// Refuses a sweep over nothing, and one that is too large.
-    pub(super) fn check(&self, index: usize) -> Result<(), Complaint> {
+    /// Refuses a sweep over nothing, and one that is too large behind so many variants of others.
+    /// Gives how many there are with its own.
+    pub(super) fn check(&self, index: usize, before: usize) -> Result<usize, Complaint> {
         let lens = [
             self.mode.len(),
             self.tokens_per_block.len(),
@@ -68,14 +69,14 @@ impl SweepConfig {
         }
         let product =
             lens.iter().try_fold(1_usize, |product, len| product.checked_mul(*len.max(&1)));
-        if product.is_none_or(|product| product > MAX_VARIANTS) {
-            return Err(Complaint::with_help(
-                key,
-                "comes to more than 4,096 variants",
-                "shorten its lists",
-            ));
-        }
-        Ok(())
+        let all = product.and_then(|product| before.checked_add(product));
+        all.filter(|all| *all <= MAX_VARIANTS).ok_or_else(|| {
+            let problem = match before {
+                0 => "comes to more than 4,096 variants",
+                _ => "comes to more than 4,096 variants with those before it",
+            };
+            Complaint::with_help(key, problem, "shorten its lists")
+        })
     }
 
     /// The variants of the sweep, each once. `base` is the mode of the file.
@@ -214,14 +215,17 @@ mod tests {
                 "paged-b32-no-reuse"
             ]
         );
-        assert_eq!(sweep.check(0), Ok(()));
-        assert_eq!(SweepConfig::default().check(3).unwrap_err().key, "sweep.3");
+        assert_eq!(sweep.check(0, 0), Ok(8));
+        assert_eq!(sweep.check(0, 4088), Ok(4096));
+        let many = sweep.check(1, 4089).unwrap_err();
+        assert!(many.problem.ends_with("4,096 variants with those before it"), "{many:?}");
+        assert_eq!(SweepConfig::default().check(3, 0).unwrap_err().key, "sweep.3");
         let large = SweepConfig {
             tokens_per_block: vec![16; 100],
             capacity: vec![Capacity::Tokens(1); 100],
             ..sweep
         };
-        assert!(large.check(0).unwrap_err().problem.contains("4,096"));
+        assert!(large.check(0, 0).unwrap_err().problem.contains("4,096"));
     }
 
     #[test]

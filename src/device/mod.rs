@@ -355,7 +355,7 @@ pub trait Device: Send + fmt::Debug {
     /// before.
     ///
     /// # Errors
-    /// [`DeviceError::NoStreams`], or what the driver says.
+    /// [`DeviceError::NoStreams`], [`DeviceError::CudaStreamOfThread`], or what the driver says.
     fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
         let _ = stream;
         Err(DeviceError::NoStreams { kind: self.info().kind })
@@ -370,8 +370,9 @@ pub trait Device: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Waits for all work that was put into the stream, and gives what its appends counted since
-    /// the last time. Nothing to do where every call waits for itself.
+    /// Waits for all work that was put into the stream, and gives what its appends with tensors in
+    /// the device's memory counted since the last time. Nothing to do where every call waits for
+    /// itself.
     ///
     /// # Errors
     /// What went wrong in work that was not waited for.

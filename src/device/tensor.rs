@@ -86,6 +86,7 @@ pub struct CudaStream(*mut std::ffi::c_void);
 
 impl CudaStream {
     /// A stream that the caller made in the GPU's primary context; null is the default stream.
+    /// `CU_STREAM_PER_THREAD` will be refused: it is another one in each thread.
     ///
     /// # Safety
     /// It lives until the device that it is given to has got another, or is closed.

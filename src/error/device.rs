@@ -137,6 +137,12 @@ pub enum DeviceError {
          (Step::prepare) before the capture begins"
     )]
     CudaCapturing,
+    /// A stream that is another one in each thread.
+    #[error(
+        "CU_STREAM_PER_THREAD is another stream in each thread that calls, so a cache that changes threads would lose \
+         the order of its work; make a stream (cuStreamCreate, cudaStreamCreate) and set that"
+    )]
+    CudaStreamOfThread,
     /// More tokens in a call than the device was opened for.
     #[error("a step of {tokens} tokens is more than the {limit} of limits.max_batch_tokens")]
     StepTooLong {

@@ -97,9 +97,6 @@ pub fn compute(
         if options.shard.is_some_and(|(k, n)| index % n != k - 1) {
             continue;
         }
-        if options.stop.is_some_and(|stop| stop.load(Relaxed)) {
-            break;
-        }
         // Times depend on the threads, outputs do not.
         let own_name = format!("{name}, {} threads", config.device.threads);
         let fingerprint = fingerprint(&own_name, &config, &source.geometry, &summary);
@@ -109,10 +106,14 @@ pub fn compute(
             runs.push(ComputedRun { index, ..done.clone() });
             continue;
         }
+        // What is done is taken over behind this one too: the files are written anew.
+        if options.stop.is_some_and(|stop| stop.load(Relaxed)) {
+            continue;
+        }
         observer.variant(&name, index, variants);
         let run = match job.run_variant(&name, &config, observer) {
             Ok(Some(run)) => Run::Done(Box::new(run)),
-            Ok(None) => break,
+            Ok(None) => continue,
             Err(error) => Run::Failed(FailedRun {
                 variant: name,
                 mode: config.cache.mode,
@@ -191,6 +192,16 @@ pub fn read(folder: &Path) -> Result<Option<Computed>, JobError> {
     read_results(folder)
 }
 
+/// Whether earlier results have every variant that newer ones have complete, and others.
+#[must_use]
+pub fn has_more(old: &Computed, new: &Computed) -> bool {
+    fn done(computed: &Computed) -> impl Iterator<Item = &str> {
+        let done = computed.runs.iter().filter(|run| matches!(run.run, Run::Done(_)));
+        done.map(|run| run.fingerprint.as_str())
+    }
+    output::has_more(done(old), done(new))
+}
+
 /// Puts the shards of a job together.
 ///
 /// # Errors
@@ -249,6 +260,34 @@ mod tests {
             variants: 4,
         }
         .compared()
+    }
+
+    /// Results of an earlier run are kept where the job is stopped before it comes to them.
+    #[test]
+    fn what_is_done_is_taken_over_after_a_stop() {
+        let text = "
+            model = { num_layers = 1, num_q_heads = 1, num_kv_heads = 1, head_dim = 16 }
+            limits = { max_seqs = 2, max_seq_len = 64, max_batch_tokens = 32 }
+            cache = { mode = 'paged' }
+            variant = [{ name = 'a' }, { name = 'b', format = 'int8' }, { name = 'c', mode = 'contiguous' }]
+            [workload]
+            kind = 'generator'
+            requests = 2
+            prompt_tokens = { dist = 'fixed', value = 10 }
+            output_tokens = { dist = 'fixed', value = 10 }";
+        let source = crate::config::parse(text, Path::new("t"), &[]).expect("fine");
+        let whole = compute(&source, &ComputeOptions::default(), &mut super::super::Silent);
+        let whole = whole.expect("runs");
+        assert_eq!(whole.runs.len(), 3);
+        let stop = AtomicBool::new(true);
+        let asked = ComputeOptions {
+            done: &whole.runs[1..],
+            stop: Some(&stop),
+            ..ComputeOptions::default()
+        };
+        let rest = compute(&source, &asked, &mut super::super::Silent).expect("stops");
+        let names: Vec<_> = rest.runs.iter().map(|run| (run.index, run.run.variant())).collect();
+        assert_eq!(names, [(1, "b"), (2, "c")]);
     }
 
     #[test]

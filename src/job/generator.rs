@@ -376,6 +376,20 @@ mod tests {
             assert_eq!(gaps, [0, 9, 9, 9, 1000, 9, 9, 9]);
             assert!(conversation.iter().zip(0..).all(|(r, turn)| r.turn == turn));
         }
+        // Some turns call no tool, and what takes no time follows at once.
+        let calls = LengthDistribution::Uniform { min: 0, max: 2 };
+        let few = WorkloadConfig {
+            tool_calls: Some(calls),
+            tool_ms: fixed(0),
+            think_ms: fixed(0),
+            ..config.clone()
+        };
+        let few = requests(&few);
+        let mut lengths = [0; 9];
+        few.chunk_by(|_, next| next.turn > 0).for_each(|turns| lengths[turns.len()] += 1);
+        assert!(lengths[2..=6].iter().all(|count| *count > 50), "{lengths:?}");
+        assert_eq!(lengths[7..], [0, 0]);
+        assert!(few.iter().all(|request| request.gap_ns == 0));
         // What tools do changes no length of what people say.
         let uniform = LengthDistribution::Uniform { min: 1, max: 900 };
         let plain = requests(&generator(1, uniform));

@@ -1,5 +1,6 @@
 //! Results as files: `results.json` and `results.csv`.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -108,6 +109,17 @@ pub(super) trait Shard {
     fn sort(&mut self);
     /// The places in the file and the names of the variants.
     fn variants(&self) -> impl Iterator<Item = (usize, &str)>;
+}
+
+/// Whether earlier results have every complete variant of newer ones, and others. Both are told by
+/// the fingerprints of variants that ran to their end.
+pub(super) fn has_more<'a>(
+    old: impl Iterator<Item = &'a str>,
+    new: impl Iterator<Item = &'a str>,
+) -> bool {
+    let old: HashSet<&str> = old.collect();
+    let new: HashSet<&str> = new.collect();
+    new.is_subset(&old) && new.len() < old.len()
 }
 
 /// Puts the shards of a job together: the result is the one of the whole job.
@@ -246,6 +258,15 @@ mod tests {
         assert!(lines[1].starts_with("a,paged,f16,cpu/portable,64,64,32,1.5,5,3,1000.0,"));
         assert!(lines[2].starts_with("\"x, \"\"y\"\"\",hybrid,int8,,,"), "{}", lines[2]);
         assert!(csv.ends_with(",\"two\nlines\"\n"));
+    }
+
+    #[test]
+    fn a_part_is_less_than_the_whole() {
+        let more = |old: &[&str], new: &[&str]| has_more(old.iter().copied(), new.iter().copied());
+        assert!(more(&["a", "b", "c"], &["b"]) && more(&["a"], &[]));
+        assert!(!more(&["a", "b"], &["b", "a"]), "all of it is new");
+        assert!(!more(&["a", "b", "c"], &["d"]), "of another job");
+        assert!(!more(&[], &[]));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use super::random::ln;
 use super::replay::{Replay, ReplayObserver, ReplayOptions, Replayed, VariantResult, replay};
 use crate::config::{
     Admission, CacheMode, Capacity, Config, ContiguousLayers, Format, Geometry, ScaleKind, Source,
@@ -170,17 +171,21 @@ fn results(report: Replay) -> (Vec<VariantResult>, Vec<String>) {
 }
 
 /// The better first: who serves more requests, then who serves more of them well, then who has the
-/// shorter wait. What differs by less than a thousandth is the same, and the plainer one wins.
+/// shorter wait. Numbers count in steps of a thousandth: on the same step the plainer one wins.
+/// Whether two numbers are close would be no order: a is close to b and b to c, and a not to c.
 fn better(a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
-    let close = |a: f64, b: f64| (a - b).abs() <= 1e-3 * a.abs().max(b.abs());
-    let descending = |a: f64, b: f64| {
-        if close(a, b) { std::cmp::Ordering::Equal } else { b.total_cmp(&a) }
-    };
     (b.requests_completed.cmp(&a.requests_completed))
-        .then_with(|| descending(score(a), score(b)))
-        .then_with(|| descending(b.first_token_ms.p99, a.first_token_ms.p99))
+        .then_with(|| step(score(b)).cmp(&step(score(a))))
+        .then_with(|| step(a.first_token_ms.p99).cmp(&step(b.first_token_ms.p99)))
         .then_with(|| a.preemptions.cmp(&b.preemptions))
         .then_with(|| a.index.cmp(&b.index))
+}
+
+/// Which step of a thousandth a number is on, counted from 1; the same on every machine.
+fn step(number: f64) -> i64 {
+    #[expect(clippy::cast_possible_truncation, reason = "at most 709,783 to either side")]
+    let step = (1000.0 * ln(number.max(f64::MIN_POSITIVE))).round() as i64;
+    step
 }
 
 /// Every combination that is worth a replay.
@@ -216,4 +221,56 @@ fn candidates(base: &Config, formats: &[Format]) -> Vec<VariantConfig> {
         }
     }
     variants
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cmp::Ordering;
+
+    use super::*;
+    use crate::job::replay::Summary;
+
+    fn result(score: f64, p99: f64, index: usize) -> VariantResult {
+        let first_token_ms = Summary { p99, ..Summary::default() };
+        VariantResult { requests_per_s: score, first_token_ms, index, ..VariantResult::default() }
+    }
+
+    /// Scores a little less than a thousandth apart: each is close to its neighbour, and the first
+    /// is not to the last.
+    #[test]
+    fn the_ranking_is_an_order() {
+        let mut results = Vec::new();
+        for (index, at) in (0_u32..12).enumerate() {
+            let (up, down) =
+                (1.0006_f64.powi(at.cast_signed()), 1.0004_f64.powi(-at.cast_signed()));
+            results.push(result(7.0 * up, 900.0 * down, 2 * index));
+            results.push(result(7.0, 900.0 * up, 2 * index + 1));
+        }
+        results.push(result(0.0, 0.0, 24));
+        results.push(result(f64::INFINITY, f64::NAN, 25));
+        for a in &results {
+            assert_eq!(better(a, a), Ordering::Equal);
+            for b in &results {
+                assert_eq!(better(a, b), better(b, a).reverse());
+                for c in &results {
+                    if better(a, b).is_le() && better(b, c).is_le() {
+                        assert!(better(a, c).is_le(), "{} {} {}", a.index, b.index, c.index);
+                    }
+                }
+            }
+        }
+        results.sort_by(better);
+        assert_eq!((results[0].index, results[25].index), (25, 24));
+    }
+
+    #[test]
+    fn what_is_nearly_the_same_is_on_one_step() {
+        assert_eq!(step(1.0), 0);
+        assert_eq!(step(1.0004), 0);
+        assert_eq!([step(1.002), step(0.998)], [2, -2]);
+        assert_eq!(step(0.0), step(f64::MIN_POSITIVE));
+        // Two candidates of the same worth: the earlier one is the plainer.
+        assert_eq!(better(&result(3.0, 80.0, 1), &result(3.0001, 80.0, 0)), Ordering::Greater);
+        assert_eq!(better(&result(3.01, 80.0, 1), &result(3.0, 80.0, 0)), Ordering::Less);
+    }
 }

@@ -155,6 +155,16 @@ pub fn read(folder: &Path) -> Result<Option<Replay>, JobError> {
     read_results(folder)
 }
 
+/// Whether earlier results have every variant that newer ones have complete, and others.
+#[must_use]
+pub fn has_more(old: &Replay, new: &Replay) -> bool {
+    fn done(replay: &Replay) -> impl Iterator<Item = &str> {
+        let done = replay.runs.iter().filter(|run| matches!(run, Replayed::Done(_)));
+        done.map(Replayed::fingerprint)
+    }
+    output::has_more(done(old), done(new))
+}
+
 /// Puts the shards of a job together: the result is the one of the whole job.
 ///
 /// # Errors

@@ -17,6 +17,7 @@ use std::collections::hash_map::Entry;
 
 use super::arrivals;
 use super::generator;
+use super::random::mix;
 use super::reader;
 use super::tokens::Tokens;
 use crate::config::{WorkloadConfig, WorkloadKind};
@@ -98,6 +99,38 @@ pub struct Requests {
 }
 
 impl Requests {
+    /// A hash of everything that the requests bring: two workloads that have the same are the same.
+    /// Sums are not enough for that: another order of the same lengths has the same sums.
+    pub(super) fn digest(&self) -> u64 {
+        let words = |request: &Request| {
+            // All of them, so that one that comes to them is not forgotten here.
+            let Request {
+                id,
+                content,
+                arrival,
+                is_fork,
+                turn,
+                repeated_tokens,
+                prompt_tokens,
+                output_tokens,
+                arrival_ns,
+                gap_ns,
+            } = *request;
+            let Content { prefix, prefix_tokens, first_hash, hashed_tokens, own } = content;
+            let small = [arrival, turn, repeated_tokens, prompt_tokens, output_tokens];
+            let of_content = [prefix, prefix_tokens, first_hash, hashed_tokens];
+            let (small, of_content) = (mix(&small.map(u64::from)), mix(&of_content.map(u64::from)));
+            mix(&[id, own, is_fork.into(), arrival_ns, gap_ns, small, of_content])
+        };
+        let requests = self
+            .list
+            .iter()
+            .fold(self.list.len() as u64, |digest, request| mix(&[digest, words(request)]));
+        let hashes =
+            self.hash_ids.iter().fold(self.hash_ids.len() as u64, |digest, id| mix(&[digest, *id]));
+        mix(&[requests, hashes, self.block_tokens.into()])
+    }
+
     /// Makes up the tokens of the requests, and takes the hashes for that.
     pub(super) fn take_tokens(&mut self, seed: u64) -> Tokens {
         Tokens::new(seed, std::mem::take(&mut self.hash_ids), self.block_tokens)
@@ -220,6 +253,50 @@ mod tests {
     fn scaling_rounds_up_and_keeps_one() {
         assert_eq!([scaled(100, 0.25), scaled(101, 0.25), scaled(1, 1e-9)], [25, 26, 1]);
         assert_eq!(scaled(u32::MAX, 1.0), u32::MAX);
+    }
+
+    /// Whatever a request brings is part of the digest, and so is its place among the others.
+    #[test]
+    fn the_digest_tells_workloads_with_the_same_sums_apart() {
+        let list = [3_u32, 5].map(|tokens| Request {
+            prompt_tokens: tokens,
+            output_tokens: 8 - tokens,
+            ..Request::default()
+        });
+        let of = |list: Vec<Request>| Requests { list, ..Requests::default() }.digest();
+        let with = |change: fn(&mut Request)| {
+            let mut list = list.to_vec();
+            change(&mut list[1]);
+            of(list)
+        };
+        let mut all = vec![
+            of(list.to_vec()),
+            of(vec![list[1], list[0]]),
+            of(vec![list[0]]),
+            with(|request| request.id = 1),
+            with(|request| request.content.prefix = 1),
+            with(|request| request.content.prefix_tokens = 1),
+            with(|request| request.content.first_hash = 1),
+            with(|request| request.content.hashed_tokens = 1),
+            with(|request| request.content.own = 1),
+            with(|request| request.arrival = 1),
+            with(|request| request.is_fork = true),
+            with(|request| request.turn = 1),
+            with(|request| request.repeated_tokens = 1),
+            with(|request| request.prompt_tokens += 1),
+            with(|request| request.output_tokens += 1),
+            with(|request| request.arrival_ns = 1),
+            with(|request| request.gap_ns = 1),
+            hashed(&[(10, &[1, 2, 3])]).digest(),
+            hashed(&[(10, &[1, 2, 4])]).digest(),
+            hashed(&[(10, &[2, 1, 3])]).digest(),
+            Requests { block_tokens: 5, ..hashed(&[(10, &[1, 2, 3])]) }.digest(),
+        ];
+        let count = all.len();
+        assert_eq!(of(list.to_vec()), all[0]);
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), count);
     }
 
     /// Prompts with these tokens and hashes, in blocks of 4.

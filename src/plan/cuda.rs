@@ -22,7 +22,8 @@ const MAX_PARTIALS_BYTES: u64 = 64 << 20;
 pub const CUDA_SEQ_BYTES: u64 = 24;
 /// See [`CUDA_SEQ_BYTES`].
 pub const CUDA_ITEM_BYTES: u64 = 24;
-/// Bytes of the numbers that lie ahead of a list, so that both go in one copy.
+/// Bytes of the numbers that lie ahead of a list, so that both go in one copy, and of what appends
+/// count: nonfinite and saturated elements.
 pub const CUDA_COUNTS_BYTES: u64 = 16;
 /// Bytes of a pair of units to copy.
 pub const CUDA_PAIR_BYTES: u64 = 16;
@@ -90,7 +91,8 @@ pub struct CudaWorkspace {
     pub partial_acc: u64,
     /// Their maxima and sums. `[num_kv_heads, max_partials, 2]` f32
     pub partial_ml: u64,
-    /// What appends counted. `[2]`, 8 bytes each
+    /// What appends with tensors in device memory have counted since the device was opened, in
+    /// [`CUDA_COUNTS_BYTES`]; and behind it what the append of host tensors under way counts.
     pub counts: u64,
     /// Pairs of units to copy. `[CUDA_PAIRS_AT_ONCE]`
     pub pairs: u64,
@@ -203,7 +205,7 @@ impl Plan {
             groups,
             partial_acc: device.take(max_partials * kv_heads, head_dim * 4)?,
             partial_ml: device.take(max_partials * kv_heads, 8)?,
-            counts: device.take(2, 8)?,
+            counts: device.take(2, CUDA_COUNTS_BYTES)?,
             pairs: device.take(CUDA_PAIRS_AT_ONCE.into(), CUDA_PAIR_BYTES)?,
             gather_row: device.take(longest_row.into(), 4)?,
             rope: device.take(self.rope_len()?, 4)?,

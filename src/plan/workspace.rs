@@ -209,7 +209,7 @@ impl CpuWorkspace {
     pub fn bytes(&self) -> Result<Bytes, Overflow> {
         // Every thread has its own.
         let scratch = Bytes(self.scratch_len()?).try_mul(4)?.try_mul(u64::from(self.threads))?;
-        // One a pair and split. [split_pairs, max_splits, partial_len]
+        // One a pair (of a row and a KV head) and split. [rows, max_splits, num_kv_heads, partial_len]
         let partials = Bytes(self.partial_len(self.q_heads_per_kv_head.into())?)
             .try_mul(4)?
             .try_mul(u64::from(self.max_splits))?

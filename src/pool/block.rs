@@ -18,7 +18,8 @@ pub enum BlockState {
     Cached,
 }
 
-/// A block as a value that can be checked: it is refused once the block was given back (P6).
+/// A block as a value that can be checked: it is refused once nobody held the block, or tokens that
+/// it shared were written over (P6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockHandle {
     pub(crate) cache_id: u32,

@@ -267,7 +267,7 @@ impl BlockStore {
     }
 
     /// Drops the last reference of a block whose tokens can be reused: it becomes the youngest
-    /// cached block of its class and keeps its generation.
+    /// cached block of its class, and its handles are stale.
     ///
     /// # Errors
     /// [`CacheError::StaleBlock`] for a block that is not active, [`CacheError::TooManyRefs`] for
@@ -277,7 +277,9 @@ impl BlockStore {
             return Err(CacheError::TooManyRefs { block: block.0, limit: 1 });
         }
         self.change(block, |record| record.refs = 0);
-        self.records[block.index()].state = BlockState::Cached;
+        let record = &mut self.records[block.index()];
+        record.state = BlockState::Cached;
+        record.generation += 1;
         self.lists.push(&mut self.records, block.0);
         self.cached += 1;
         self.peak_cached = self.peak_cached.max(self.cached);

@@ -24,8 +24,8 @@ use crate::plan::{BLOCK_RECORD_BYTES, NO_BLOCK};
 /// One block's record. Half a cache line.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Record {
-    /// Raised each time the block is given back, or is to be written by another than whose tokens
-    /// it kept.
+    /// Raised each time nobody holds the block any more, or tokens that it kept for others are about
+    /// to be written over.
     pub(super) generation: u64,
     /// References: of rows, of pins, and those that a step holds until it commits.
     pub(super) refs: u32,

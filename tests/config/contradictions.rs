@@ -28,6 +28,19 @@ fn edge_64_one_model_only() {
     refused(&text, "t.toml:6: model.sink_tokens: is 4, and no layer", &["; remove it"]);
 }
 
+/// The sinks in whole blocks are counted in 32 bits.
+#[test]
+fn edge_64_more_sinks_than_any_sequence_has_tokens() {
+    let sinks = |count: u32| {
+        with_line(GOOD, 6, &format!("attention_window = [16, 0]\nsink_tokens = {count}"))
+    };
+    for count in [16_777_217, u32::MAX - 7, u32::MAX] {
+        let problem = format!("t.toml:7: model.sink_tokens: {count} is out of range");
+        refused(&sinks(count), &problem, &["; expected a whole number of tokens from 0 to 16,777"]);
+    }
+    read(&sinks(16_777_216)).expect("the largest");
+}
+
 #[test]
 fn edge_64_limits_that_exclude_each_other() {
     let line = "max_batch_tokens = 256\nmax_step_tokens = 257";
@@ -219,7 +232,7 @@ fn edge_64_counts_of_what_the_workload_does_not_share() {
         refused(&with(line), &format!("t.toml:14: {problem}"), &[]);
     }
     let line = "turns = { dist = \"uniform\", min = 0, max = 4 }";
-    of(line, "workload.turns.min", &["is 0; expected"]);
+    of(line, "workload.turns.min", &["is 0, and must be at least 1; expected"]);
     of("turns = 4", "workload.turns", &["found the integer 4; expected how many turns"]);
     of("shared_prefix_tokens = 4", "workload.shared_prefix_tokens", &["found the integer 4"]);
     of("shared_prefix_token = 4", "workload.shared_prefix_token", &["mean shared_prefix_tokens?"]);

@@ -29,6 +29,7 @@ fn edge_63_numbers_of_the_clock() {
         ("bandwidth = \"3.35 TBs\"", "cost.bandwidth", "\"3.35 TBs\" is not a size"),
         ("bandwidth = 0", "cost.bandwidth", "0 is out of range"),
         ("bandwidth = 1.5", "cost.bandwidth", "found the float 1.5"),
+        ("bandwidth = 3350", "cost.bandwidth", "3,350 bytes a second are less than 1 MB; a plain"),
     ] {
         refused_line(&text, 16, line, key, &[problem]);
     }
@@ -48,6 +49,44 @@ fn edge_63_numbers_of_the_clock() {
         "t.toml:23: sweep.0: with variant \"paged-b12\", cache.tokens_per_block: 12 is not a size",
         &["expected 8, 16"],
     );
+}
+
+/// The lines of README's list of the workload's keys, each in a job that has what goes with it.
+#[test]
+fn the_distributions_of_the_readme_are_accepted() {
+    let readme = std::fs::read_to_string("README.md").expect("there");
+    let mut keys = Vec::new();
+    for line in readme.lines() {
+        let Some((key, value)) = line.trim().split_once(" = { dist = ") else { continue };
+        let Some((value, _)) = value.split_once('}') else { continue };
+        let fixed = |key: &str| format!("{key} = {{ dist = \"fixed\", value = 2 }}");
+        let beside: &[&str] = match key {
+            "answers" => &[],
+            "tool_calls" => &["turns", "tool_tokens"],
+            "turns" => &["tool_calls", "tool_tokens"],
+            _ => &["turns", "tool_calls", "tool_tokens"],
+        };
+        let mut lines: Vec<String> = beside.iter().map(|key| fixed(key)).collect();
+        lines.push(format!("{key} = {{ dist = {value}}}"));
+        let job: Vec<String> = replayed()
+            .lines()
+            .filter(|line| !line.starts_with(key))
+            .map(|line| {
+                if line.starts_with("requests = ") {
+                    format!("{line}\n{}", lines.join("\n"))
+                } else {
+                    line.to_owned()
+                }
+            })
+            .collect();
+        if let Err(error) = read(&job.join("\n")) {
+            panic!("{line}: {error}");
+        }
+        keys.push(key);
+    }
+    for key in ["prompt_tokens", "answers", "think_ms", "tool_calls"] {
+        assert!(keys.contains(&key), "{keys:?}");
+    }
 }
 
 #[test]

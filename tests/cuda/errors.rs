@@ -161,6 +161,35 @@ fn a_job_runs_on_the_emulated_device_and_the_doctor_says_that_it_is_none() {
     assert!(err.contains("\"budget:50%\" of 8,388,608 B") || err.contains("budget:4194"), "{err}");
 }
 
+/// Room for the plan, and for half of what the kernels take.
+#[test]
+fn edge_61_kernels_take_memory_before_the_pool_does() {
+    let plan = smallest().plan();
+    let needed = plan.pool_bytes.get() + plan.cuda_workspace().unwrap().device_bytes.get();
+    let kernels = needed / 2;
+    let memory = needed + kernels / 2;
+    super::again(
+        &["cuda::errors::a_plan_that_fits_without_the_kernels_only_is_refused", "--ignored"],
+        &[
+            ("KVPOOL_EMU_DEVICE_MEMORY", &memory.to_string()),
+            ("KVPOOL_EMU_MODULE_BYTES", &kernels.to_string()),
+        ],
+    );
+}
+
+#[test]
+#[ignore = "started by cuda::errors::edge_61_kernels_take_memory_before_the_pool_does"]
+fn a_plan_that_fits_without_the_kernels_only_is_refused() {
+    let spec = smallest();
+    let opened = Cache::open_on_device(spec.plan(), &spec.config().device, None);
+    let error = opened.map(|_| ()).expect_err("no room");
+    let text = error.to_string();
+    assert!(matches!(error, OpenError::Plan(_)), "{text}");
+    assert!(text.contains("beside the kernels"), "{text}");
+    assert_eq!(counter("allocations"), 0, "before anything is allocated");
+    assert_eq!(live(), [0; 8], "nothing is left");
+}
+
 /// Every call of the driver that an open makes fails, in turn, until there is none left: the error
 /// names it, nothing is left behind, and the next open works.
 #[test]

@@ -69,6 +69,11 @@ fn the_callers_stream_may_go_when_the_cache_is_closed() {
     driver::enter();
     let before = counter("live_bytes");
     let cache = open();
+    // CU_STREAM_PER_THREAD
+    let of_thread = std::ptr::without_provenance_mut(2);
+    // SAFETY: a constant of the driver's.
+    let status = unsafe { kvpool_cache_set_stream(cache, of_thread) };
+    assert_eq!(status, KVPOOL_BAD_ARGUMENT);
     let mut stream: sys::CUstream = null_mut();
     // SAFETY: a place for a handle; the flag of streams that do not wait for the default one.
     let made = unsafe { sys::cuStreamCreate(&raw mut stream, 1) };
@@ -95,5 +100,49 @@ fn the_callers_stream_may_go_when_the_cache_is_closed() {
     assert_eq!(counter("pending"), 0, "the pool's memory went under work that was not done");
     drop(memory);
     assert_eq!(counter("live_bytes"), before);
+    driver::wait();
+}
+
+/// "None lies in the pool": a view of a layer is one mistake away from being an output.
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn device_tensors_within_the_pool_are_refused() {
+    driver::enter();
+    let cache = open();
+    // SAFETY: numbers.
+    let mut layer: kvpool_layer_t = unsafe { zeroed() };
+    let size = size_of::<kvpool_layer_t>();
+    // SAFETY: a place and its size.
+    let status = unsafe { kvpool_cache_get_layer(cache, 0, &raw mut layer, size) };
+    assert_eq!(status, KVPOOL_OK);
+    let step = reserve(cache, &[1; 40]);
+    let (kv, q) = (Memory::of(&[1.0; 40 * 64]), Memory::of(&[1.0; 40 * 128]));
+    let (kv, q) = (on_device(&kv, 40 * 64), on_device(&q, 40 * 128));
+    let out = Memory::new(40 * 128 * 4);
+    let out = on_device(&out, 40 * 128);
+    let within = |len| kvpool_tensor_t { data: layer.v, len, ..out };
+    // SAFETY: two tensors in device memory each time.
+    let append = |k, v| unsafe { kvpool_step_append(cache, step, 0, &raw const k, &raw const v) };
+    assert_eq!(append(within(40 * 64), kv), KVPOOL_OVERLAP);
+    assert_eq!(append(kv, within(40 * 64)), KVPOOL_OVERLAP);
+    assert_eq!(append(kv, kv), KVPOOL_OK);
+    let attend = |q: kvpool_tensor_t, out: kvpool_tensor_t, lse: kvpool_tensor_t| {
+        // SAFETY: numbers, of which 0 is the default.
+        let mut options: kvpool_attend_options_t = unsafe { zeroed() };
+        options.size = size_of::<kvpool_attend_options_t>();
+        options.lse = lse;
+        // SAFETY: three tensors in device memory.
+        unsafe {
+            kvpool_step_attend(cache, step, 0, &raw const q, &raw const out, &raw const options)
+        }
+    };
+    let lse = Memory::new(80 * 4);
+    let lse = on_device(&lse, 80);
+    assert_eq!(attend(within(40 * 128), out, lse), KVPOOL_OVERLAP);
+    assert_eq!(attend(q, within(40 * 128), lse), KVPOOL_OVERLAP);
+    assert_eq!(attend(q, out, within(80)), KVPOOL_OVERLAP);
+    assert_eq!(attend(q, out, lse), KVPOOL_OK);
+    assert_eq!(kvpool_step_commit(cache, step), KVPOOL_OK);
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
     driver::wait();
 }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use cudarc::driver::sys;
-use kvpool::cache::{Cache, SeqHandle};
+use kvpool::cache::{Cache, SeqHandle, Step};
 use kvpool::config::{Format, RopeConfig, ScaleKind, Scrub};
 use kvpool::device::{CudaStream, DType, DeviceTensor};
 use kvpool::units::LayerIdx;
@@ -247,6 +247,59 @@ fn a_step_that_was_not_prepared_is_kept_out_of_a_capture() {
     step(&mut cache, &stream, &tensors, &mut graph, &seqs, &[7]);
     run_step(&mut cache, &[(fork, 1)], &[8]).expect("fits");
     cache.set_stream(other_of).expect("set");
+}
+
+/// The tables of a step are there when one of its calls has been made before the capture; its
+/// later calls would be captured with its own numbers all the same.
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn a_step_whose_tables_are_there_already_is_kept_out_of_a_capture() {
+    driver::enter();
+    // Both layers in one group.
+    for (format, mode) in
+        MODES.into_iter().flat_map(|mode| [(Format::F16, mode), (Format::Int8, mode)])
+    {
+        let spec = Spec { mode, windows: vec![0, 0], sink_tokens: 0, ..spec(format) };
+        let mut cache = spec.open();
+        let stream = Stream::new();
+        // SAFETY: it lives until the process ends.
+        cache.set_stream(unsafe { CudaStream::new(stream.0.cast()) }).expect("set");
+        let seqs = prefill(&mut cache, &[5]);
+        let tensors = Tensors::new(&spec);
+        let at = |which: usize, heads: u32| {
+            let len = (heads * spec.head_dim) as usize;
+            // SAFETY: the memory outlives the test's steps.
+            unsafe { DeviceTensor::new(tensors.layers[0][which].address, len, DType::F32) }
+        };
+        let attend =
+            |step: &mut Step<'_>| step.attend_device(LayerIdx(0), at(2, 8), at(3, 8), None, None);
+        let mut step = cache.reserve(&[(seqs[0], 1)]).expect("fits");
+        step.append_device(LayerIdx(0), at(0, 2), at(1, 2)).expect("uploads the slots");
+        attend(&mut step).expect("uploads the lists");
+        let launches = counter("launches");
+        stream.capture();
+        let what = format!("{format:?} {mode:?}");
+        // The second layer of a hybrid is of another group, and nothing of that is there.
+        for _ in 0..2 {
+            let refused = step.append_device(LayerIdx(1), at(0, 2), at(1, 2)).unwrap_err();
+            assert!(refused.to_string().contains("Step::prepare"), "{what}: {refused}");
+            let refused = attend(&mut step).unwrap_err();
+            assert!(refused.to_string().contains("Step::prepare"), "{what}: {refused}");
+            // Nor does a preparation that is refused change that.
+            step.prepare().unwrap_err();
+        }
+        stream.captured();
+        assert_eq!(counter("launches"), launches, "{what}: nothing was captured");
+        // Once it is prepared, a graph may have it.
+        step.prepare().expect("uploads");
+        stream.capture();
+        step.append_device(LayerIdx(1), at(0, 2), at(1, 2)).expect("prepared");
+        attend(&mut step).expect("prepared");
+        stream.play(stream.captured());
+        step.commit().expect("whole");
+        cache.synchronize().expect("no kernel failed");
+        cache.check_invariants().expect("whole");
+    }
 }
 
 /// A graph would zero whatever lies there whenever it is played.

@@ -2,7 +2,7 @@
 
 use kvpool::cache::{AttendOptions, Cache, SeqHandle};
 use kvpool::config::{CacheMode, Format, KernelChoice, RopeConfig, ScaleKind};
-use kvpool::device::{DType, DeviceTensor, TensorMut, TensorRef};
+use kvpool::device::{CudaStream, DType, DeviceTensor, TensorMut, TensorRef};
 use kvpool::units::LayerIdx;
 
 use super::driver::{self, Memory, counter};
@@ -340,5 +340,101 @@ fn a_cache_goes_from_thread_to_thread_and_leaves_their_contexts_alone() {
     assert_eq!(driver::current_context(), mine, "closing has entered and left");
     for (got, want) in got.out.iter().zip(&want.out) {
         assert_same_bits(got, want, "another thread");
+    }
+}
+
+/// Elements that INT8 has met, as far as they have been told.
+fn nonfinite(cache: &Cache) -> u64 {
+    cache.stats().nonfinite
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn counts_of_a_host_append_are_its_own() {
+    driver::enter();
+    let spec = Spec { windows: vec![0], max_seq_len: 64, ..spec(Format::Int8, FORMATS[3].1) };
+    let mut cache = spec.open();
+    let seq = begin(&mut cache, 0);
+    // K and V: 5 elements each that are none.
+    let clean = [1.0_f32; 128];
+    let mut odd = clean;
+    odd[..5].fill(f32::NAN);
+    let memory = Memory::of(&odd);
+    let in_device = |cache: &mut Cache| {
+        let mut step = cache.reserve(&[(seq, 1)]).expect("fits");
+        step.append_device(LayerIdx(0), memory.tensor(128), memory.tensor(128)).expect("append");
+        step.commit().expect("whole");
+    };
+    let in_host = |cache: &mut Cache, values: &[f32], commit: bool| {
+        let mut step = cache.reserve(&[(seq, 1)]).expect("fits");
+        step.append(LayerIdx(0), TensorRef::F32(values), TensorRef::F32(values)).expect("append");
+        if commit { step.commit().expect("whole") } else { step.cancel() }
+    };
+    in_device(&mut cache);
+    in_host(&mut cache, &clean, false);
+    cache.synchronize().expect("done");
+    assert_eq!(nonfinite(&cache), 10, "another step's cancel takes nothing from a committed one");
+    in_device(&mut cache);
+    in_host(&mut cache, &odd, true);
+    assert_eq!(nonfinite(&cache), 20, "a commit tells its own");
+    in_host(&mut cache, &odd, false);
+    assert_eq!(nonfinite(&cache), 20, "a cancelled step's are not told");
+    cache.synchronize().expect("done");
+    assert_eq!(nonfinite(&cache), 30, "the rest");
+    cache.synchronize().expect("done");
+    assert_eq!(nonfinite(&cache), 30, "once");
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn an_append_that_is_repeated_is_counted_once() {
+    // In two parts, as in `host_tensors_that_do_not_fit_the_buffers_go_in_parts`: what fails is the
+    // last part's launch, or the reading of the counts.
+    let spec = Spec {
+        windows: vec![0],
+        num_q_heads: 16,
+        num_kv_heads: 8,
+        head_dim: 128,
+        max_seqs: 1,
+        max_seq_len: 600,
+        max_step_tokens: Some(600),
+        ..spec(Format::Int8, FORMATS[3].1)
+    };
+    let mut k = vec![1.0_f32; 600 * 8 * 128];
+    k[..7].fill(f32::INFINITY);
+    for call in ["cuMemcpyDtoHAsync_v2:1", "cuLaunchKernel:2", "cuMemsetD8Async:1"] {
+        let mut cache = spec.open();
+        assert!(cache.plan().cuda_workspace().expect("fits").tensor_rows < 600);
+        let seq = begin(&mut cache, 0);
+        let mut step = cache.reserve(&[(seq, 600)]).expect("fits");
+        // CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+        driver::fail(Some(&format!("{call}:701")));
+        let failed = step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&k));
+        driver::fail(None);
+        assert!(failed.is_err(), "{call}");
+        step.append(LayerIdx(0), TensorRef::F32(&k), TensorRef::F32(&k)).expect("append");
+        step.commit().expect("whole");
+        assert_eq!(nonfinite(&cache), 14, "{call}");
+        cache.synchronize().expect("done");
+        assert_eq!(nonfinite(&cache), 14, "{call}");
+    }
+}
+
+#[test]
+#[ignore = "started by cuda::the_tests_of_the_device_run_on_the_emulated_device"]
+fn the_stream_of_whichever_thread_calls_is_refused() {
+    driver::enter();
+    let spec = Spec { max_seq_len: 64, max_batch_tokens: 48, ..spec(Format::F16, FORMATS[1].1) };
+    let want = drive(&mut spec.open());
+    let mut cache = spec.open();
+    // SAFETY: constants of the driver's, which live as long as it does.
+    let [legacy, of_thread] =
+        [1, 2].map(|at| unsafe { CudaStream::new(std::ptr::without_provenance_mut(at)) });
+    cache.set_stream(legacy).expect("the default stream");
+    let error = cache.set_stream(of_thread).unwrap_err();
+    assert!(error.to_string().contains("CU_STREAM_PER_THREAD"), "{error}");
+    let got = drive(&mut cache);
+    for (got, want) in got.out.iter().zip(&want.out) {
+        assert_same_bits(got, want, "in the stream that was set before");
     }
 }

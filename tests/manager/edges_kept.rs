@@ -111,6 +111,20 @@ fn a_higher_retention_counts_for_blocks_that_two_computed() {
     }
 }
 
+/// A match needs the blocks of windows too: those of a parent are kept for as much as its child.
+#[test]
+fn a_retention_of_a_child_keeps_its_parents_windows() {
+    let mut rig = Rig::new(&Spec { windows: vec![0, 20], ..paged(8) });
+    let (prompt, priority) = (tokens(0, 17), 90);
+    let child = Retention { from: 8, to: 16, priority, duration_ms: None };
+    run(&mut rig, &prompt, Retentions::new(&[child]).expect("valid"));
+    for other in 1..20 {
+        run(&mut rig, &tokens(100 * other, 100 * other + 17), Retentions::default());
+    }
+    assert!(rig.cache.evictions_by_priority()[35] > 20);
+    assert_eq!(rig.found(&prompt), 16);
+}
+
 /// And a lower one lowers nothing.
 #[test]
 fn a_lower_retention_lowers_nothing_that_two_computed() {

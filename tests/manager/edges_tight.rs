@@ -101,6 +101,7 @@ fn a_windowed_prompt_run_again_attends_to_the_same() {
 /// A block that several hold is swapped for one that is a tail of somebody else.
 #[test]
 fn publishing_costs_no_promised_block() {
+    let mut pools = 0;
     for pool in 8..30 {
         let spec = Spec { max_seqs: 8, max_step_tokens: Some(64), ..paged(pool) };
         let mut rig = Rig::new(&spec);
@@ -138,7 +139,9 @@ fn publishing_costs_no_promised_block() {
         }
         // Now A's second block is settled.
         rig.feed(&mut [(&mut a, &tokens(16, 24))]).expect("promised");
+        pools += 1;
     }
+    assert!(pools > 10, "only {pools} pools had room for all of it");
 }
 
 /// What that would lead to: a step that was promised is refused.

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace};
+use kvpool::cache::{BeginOptions, Cache, KeyPart, Namespace, PinHandle};
 use kvpool::config::CacheMode;
 use kvpool::device::NullDevice;
 use kvpool::error::CacheError;
@@ -56,6 +56,68 @@ fn a_block_that_is_taken_over_is_another() {
     assert!(matches!(refused, CacheError::StaleBlock { .. }), "{refused}");
     let block = cache.block_of(second.sequence, GroupIdx(0), 0).expect("held");
     assert_eq!(cache.block_refs(block), Ok(1));
+}
+
+/// Nor is one that was given back and found again the one that its handle named, or one whose tokens,
+/// which others could find, are written over.
+#[test]
+fn a_block_that_was_given_back_is_another() {
+    let windowed = Spec { windows: vec![0, 24], max_rewind_tokens: 8, ..paged(8) };
+    for (spec, groups) in [(paged(8), 1), (windowed, 2)] {
+        let mut cache = null(&spec);
+        let all = |cache: &Cache, sequence| -> Vec<_> {
+            let of = |group| cache.block_of(sequence, GroupIdx(group), 0).expect("held");
+            (0..groups).map(of).collect()
+        };
+        let first = cache.begin(&tokens(0, 8), up_to(16)).expect("fits");
+        skip(cache.reserve(&[(first.sequence, 8)]).expect("promised")).expect("whole");
+        let given_back = all(&cache, first.sequence);
+        cache.release(first.sequence).expect("alive");
+        let second = cache.begin(&tokens(0, 9), up_to(16)).expect("fits");
+        assert_eq!(second.cached_len, 8);
+        let held = all(&cache, second.sequence);
+        assert!(held.iter().all(|block| cache.block_refs(*block) == Ok(1)));
+        skip(cache.reserve(&[(second.sequence, 1)]).expect("promised")).expect("whole");
+        cache.truncate(second.sequence, 3).expect("its own");
+        skip(cache.reserve(&[(second.sequence, 1)]).expect("promised")).expect("whole");
+        assert!(cache.stats().blocks_withdrawn > 0);
+        for block in given_back.into_iter().chain(held) {
+            let refused = cache.block_refs(block).expect_err("other tokens");
+            assert!(matches!(refused, CacheError::StaleBlock { .. }), "{refused}");
+        }
+        assert!(all(&cache, second.sequence).iter().all(|b| cache.block_refs(*b) == Ok(1)));
+    }
+}
+
+/// A cache that was reset is as after open: pins are given out in the same order.
+#[test]
+fn a_reset_gives_pins_in_the_order_of_a_fresh_cache() {
+    let (mut used, mut fresh) = (null(&paged(8)), null(&paged(8)));
+    let pinned = |cache: &mut Cache| {
+        let begun = cache.begin(&tokens(0, 9), up_to(16)).expect("fits");
+        let left = 9 - begun.cached_len;
+        skip(cache.reserve(&[(begun.sequence, left)]).expect("promised")).expect("whole");
+        let pins = [(); 2].map(|()| cache.pin(begun.sequence).expect("a block"));
+        cache.release(begun.sequence).expect("alive");
+        pins
+    };
+    for pin in pinned(&mut used) {
+        used.unpin(pin).expect("pinned");
+    }
+    used.reset().expect("nothing is alive");
+    let places = |pins: [PinHandle; 2]| pins.map(|pin| pin.parts().1);
+    assert_eq!(places(pinned(&mut used)), places(pinned(&mut fresh)));
+}
+
+/// What is told of unused bytes ends a step that was put aside, as every verb does that changes
+/// anything.
+#[test]
+fn a_step_that_was_put_aside_is_not_poisoned() {
+    let mut cache = null(&paged(8));
+    let begun = cache.begin(&tokens(0, 8), up_to(8)).expect("fits");
+    let step = cache.reserve(&[(begun.sequence, 8)]).expect("promised").detach();
+    cache.poison_unused(0xFF).expect("memory");
+    assert!(cache.resume(step).is_err(), "it would commit what was poisoned");
 }
 
 /// A prompt that nobody had before misses no donor.

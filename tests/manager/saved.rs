@@ -29,6 +29,11 @@ impl Folder {
     }
 }
 
+/// What a write comes to on a full disk: 28 is ENOSPC.
+pub(super) fn full() -> std::io::Error {
+    std::io::Error::from_raw_os_error(28)
+}
+
 pub(super) fn save(cache: &Cache, path: &Path) -> Saved {
     let digest = cache.state_digest();
     let saved = cache.save_prefixes(path, &SaveOptions::default()).expect("written");

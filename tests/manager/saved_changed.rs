@@ -4,15 +4,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use kvpool::cache::{
-    Cache, RestoreOptions, SaveOptions, SavePoint, Saved, SeqHandle, WriteFault, fail_saves,
-};
+use kvpool::cache::{Cache, RestoreOptions, SaveOptions, SavePoint, Saved, SeqHandle, fail_saves};
 use kvpool::config::CacheMode;
 use kvpool::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice};
 use kvpool::error::{DeviceError, SaveError};
 
 use super::rig::{tokens, up_to};
-use super::saved::{Folder, run, windowed};
+use super::saved::{Folder, full, run, windowed};
 use super::saved_files::{mend, records, some};
 use crate::common::Rng;
 
@@ -186,7 +184,7 @@ fn edge_54_a_full_disk_leaves_the_old_sequence() {
         let state = (cache.state_digest(), cache.stats());
         let bytes = (0..10).map(|tenth| SavePoint::Byte(all * tenth / 10));
         for point in bytes.chain([SavePoint::BeforeSync, SavePoint::BeforeRename]) {
-            fail_saves(Some((point, WriteFault::Full)));
+            fail_saves(Some((point, full)));
             let error = cache.save_sequence(seq, &path, &options).expect_err("full");
             fail_saves(None);
             assert!(matches!(error, SaveError::Io { code: 28, .. }), "{point:?}: {error}");

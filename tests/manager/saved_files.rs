@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::process::Command;
 
-use kvpool::cache::{Cache, RestoreOptions, SaveOptions, SavePoint, WriteFault, fail_saves};
+use kvpool::cache::{Cache, RestoreOptions, SaveOptions, SavePoint, fail_saves};
 use kvpool::config::CacheMode;
 use kvpool::error::SaveError;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::rig::{Rig, paged, tokens, up_to};
-use super::saved::{Folder, restore, rig, run, save, windowed};
+use super::saved::{Folder, full, restore, rig, run, save, windowed};
 use super::text::Ns;
 use crate::common::{Rng, Spec};
 
@@ -174,7 +174,7 @@ fn the_writer_that_is_killed() {
         byte => SavePoint::Byte(byte.parse().expect("a number")),
     };
     let cache = second().cache;
-    fail_saves(Some((point, WriteFault::Abort)));
+    fail_saves(Some((point, || std::process::abort())));
     let _ = cache.save_prefixes(Path::new(path), &SaveOptions::default());
     panic!("it was to be killed");
 }
@@ -229,7 +229,7 @@ fn edge_54_a_full_disk_leaves_the_old_file() {
     let before = std::fs::read(&path).expect("there");
     let all = save(&new.cache, &folder.file("other")).bytes.0;
     for byte in (0..10).map(|tenth| all * tenth / 10) {
-        fail_saves(Some((SavePoint::Byte(byte), WriteFault::Full)));
+        fail_saves(Some((SavePoint::Byte(byte), full)));
         let error = new.cache.save_prefixes(&path, &SaveOptions::default()).expect_err("full");
         fail_saves(None);
         assert!(matches!(error, SaveError::Io { code: 28, .. }), "{error}");

@@ -8,7 +8,7 @@ use kvpool::config::CacheMode;
 use kvpool::error::SaveError;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::rig::tokens;
+use super::rig::{Line, tokens};
 use super::saved::{Folder, refused, rig, save};
 use crate::common::Spec;
 
@@ -100,6 +100,56 @@ fn edge_54_chains_in_vain_come_to_an_end() {
     }
     assert_eq!(restored_behind(16, 20), 1, "a few of them cost nothing");
     assert_eq!(restored_behind(16, 250), 0, "many are given up");
+}
+
+/// As many chains as slots: each takes the next one, and those that keep something stay.
+#[test]
+fn edge_55_every_chain_of_many_has_its_slot() {
+    let slots = 2048;
+    let spec = Spec { max_seqs: slots, ..small(0) };
+    let folder = Folder::new();
+    let path = folder.file("many");
+    let mut file = beginning(&path, 0);
+    let layer = vec![0; (TOKENS * 2 * 8 * 4) as usize];
+    (0..slots).for_each(|id| file.extend(block(u32::MAX, id, &layer)));
+    let counts = [u64::from(slots), u64::from(TOKENS * slots), 1].map(u64::to_le_bytes).concat();
+    file.extend(record(4, &counts));
+    std::fs::write(&path, &file).expect("written");
+    let mut new = rig(&spec);
+    // Of those that end here two keep a text, one of them for itself.
+    let lines: Vec<Line> =
+        (0..5).map(|n| new.run(&tokens(9000 + 100 * n, 9020 + 100 * n))).collect();
+    lines.iter().for_each(|line| new.release(line));
+    new.cache.clear_cached();
+    let kept = [new.run(&tokens(7000, 7020)), new.run(&tokens(8000, 8020))];
+    kept.iter().for_each(|line| new.release(line));
+    let restored = new.cache.restore_prefixes(&path, &RestoreOptions::default()).expect("taken");
+    new.cache.check_invariants().expect("invariants");
+    assert_eq!(restored.slots, u64::from(slots) - 2);
+    let found = |id: u32| new.found(&[id; TOKENS as usize + 1]);
+    let missing: Vec<u32> = (0..slots).filter(|id| found(*id) != TOKENS).collect();
+    assert_eq!(missing, [slots - 2, slots - 1], "the last of the file");
+    assert!(new.found(&tokens(7000, 7020)) >= 19 && new.found(&tokens(8000, 8020)) >= 19);
+}
+
+/// Smaller blocks than any cache has would take more memory than the plan says.
+#[test]
+fn edge_54_blocks_of_a_few_tokens_are_refused() {
+    let folder = Folder::new();
+    let path = folder.file("small");
+    let beginning = beginning(&path, 0);
+    let header = u32::from_le_bytes(beginning[12..16].try_into().expect("four")) as usize;
+    for tokens in [0_u32, 1, 2, 4, 7, 12, 256] {
+        let mut file = std::fs::read(&path).expect("there");
+        file[48..52].copy_from_slice(&tokens.to_le_bytes());
+        let sum = xxh3_64(&file[..header - 8]);
+        file[header - 8..header].copy_from_slice(&sum.to_le_bytes());
+        let other = folder.file("changed");
+        std::fs::write(&other, &file).expect("written");
+        let problem = "an impossible number of tokens of a block";
+        let error = refused(&mut small(0).open(), &other);
+        assert_eq!(error, SaveError::Damaged { at: 0, problem }, "{tokens} tokens");
+    }
 }
 
 /// A record that cannot be is refused by its length: the file has holes, and nobody could read it

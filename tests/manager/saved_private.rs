@@ -1,8 +1,7 @@
 //! Save and restore: nothing of anybody else's shows, whatever fails.
 
 use kvpool::cache::{
-    BeginOptions, Cache, KeyPart, Namespace, RestoreOptions, SaveOptions, SavePoint, WriteFault,
-    fail_saves,
+    BeginOptions, Cache, KeyPart, Namespace, RestoreOptions, SaveOptions, SavePoint, fail_saves,
 };
 use kvpool::config::{CacheMode, Scrub};
 use kvpool::device::TensorRef;
@@ -10,8 +9,8 @@ use kvpool::error::SaveError;
 use kvpool::units::LayerIdx;
 
 use super::rig::{tokens, up_to};
-use super::saved::{Folder, exported, in_mode, run, save, windowed};
-use crate::common::{MODES, Spec};
+use super::saved::{Folder, exported, full, in_mode, run, save, windowed};
+use crate::common::{MODES, Spec, assert_same_bits};
 use crate::faults::{REACHED, faulty};
 
 fn defaults() -> (SaveOptions, RestoreOptions) {
@@ -74,6 +73,37 @@ fn edge_43_a_slot_that_is_restored_has_nothing_of_the_one_before() {
             }
             assert_eq!(new.find_residue(), Ok(None), "{scrub:?}, prefixes: {prefixes}");
             new.check_invariants().expect("invariants");
+        }
+    }
+}
+
+/// More sinks than any sequence has tokens: no block is left out, and so left as it was.
+#[test]
+fn edge_43_as_many_sinks_as_there_may_be() {
+    let folder = Folder::new();
+    let file = folder.file("sequence");
+    let (save_options, restore_options) = defaults();
+    let spec = Spec { sink_tokens: 16_777_216, windows: vec![16, 0], ..windowed(MODES[0]) };
+    for from in MODES {
+        let mut old = in_mode(&spec, from, 8).open();
+        let a = old.begin(&tokens(0, 50), up_to(60)).expect("admitted").sequence;
+        run(&mut old, a, 0..45);
+        old.save_sequence(a, &file, &save_options).expect("written");
+        for to in MODES {
+            for per_block in [8, 128] {
+                let mut new = in_mode(&spec, to, per_block).open();
+                let other = new.begin(&tokens(0, 60), up_to(60)).expect("admitted").sequence;
+                run(&mut new, other, 0..60);
+                new.release(other).expect("alive");
+                let begun = new.restore_sequence(&file, &restore_options).expect("taken");
+                new.poison_unused(0xFF).expect("done");
+                let what = format!("{from:?} to {to:?}/{per_block}");
+                assert_eq!(exported(&old, a), exported(&new, begun.sequence), "{what}");
+                let fork = old.fork(a).expect("admitted");
+                let (x, y) = (run(&mut old, fork, 45..56), run(&mut new, begun.sequence, 45..56));
+                assert_same_bits(&x, &y, &what);
+                old.release(fork).expect("alive");
+            }
         }
     }
 }
@@ -256,7 +286,7 @@ fn edge_54_a_late_failure_says_what_is_there() {
         (SavePoint::BeforeRename, false),
         (SavePoint::AfterRename, true),
     ] {
-        fail_saves(Some((point, WriteFault::Full)));
+        fail_saves(Some((point, full)));
         let error = cache.save_prefixes(&file, &SaveOptions::default()).expect_err("full");
         fail_saves(None);
         assert_eq!(error.to_string().contains("the new file is in its place"), there, "{error}");

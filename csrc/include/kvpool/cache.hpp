@@ -3,7 +3,9 @@
 #define KVPOOL_CACHE_HPP
 
 #include <array>
+#include <chrono>
 #include <memory>
+#include <thread>
 
 #if defined(__cpp_exceptions) || defined(_CPPUNWIND)
 #include <exception>
@@ -27,6 +29,17 @@ struct CacheKind {
         const kvpool_status_t status = kvpool_cache_close(c);
         // What waits to be given back to it is gone.
         if (ending::is_gone(status)) ending::later.settle(c);
+        return status;
+    }
+    // There is no later for a pool, and the verb that is in the way may be the end of a sequence on another
+    // thread: it is tried for a second. (Not for ever: it may be this thread's own, in a callback.)
+    static kvpool_status_t give_back_at_end(kvpool_cache_t c) noexcept {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+        kvpool_status_t status = give_back(c);
+        while (status == KVPOOL_BUSY && std::chrono::steady_clock::now() < until) {
+            std::this_thread::yield();
+            status = give_back(c);
+        }
         return status;
     }
 };

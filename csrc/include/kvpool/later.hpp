@@ -59,9 +59,12 @@ public:
     void settle(kvpool_cache_t cache) noexcept {
         if (size_.load(std::memory_order_acquire) > 0) settle_some(cache);
     }
+    // Of all caches of the process together. (Memory that no entry has touched costs nothing.)
+    static constexpr size_t ROOM = size_t{1} << 16;
 
 private:
-    static constexpr size_t ROOM = 256;
+    // Given back at a time, from the stack.
+    static constexpr size_t RUN = 256;
     struct Entry {
         kvpool_cache_t cache;
         uint64_t handle[2];
@@ -91,22 +94,28 @@ private:
     // Giving back waits for the cache's readers, so it is done without the lock: another cache's owners do
     // not wait for them.
     void settle_some(kvpool_cache_t cache) noexcept {
-        Entry own[ROOM];
-        size_t count = 0;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            keep([&](const Entry& entry) {
-                if (!same(entry.cache, cache)) return true;
-                own[count++] = entry;
-                return false;
-            });
-        }
         // A step that ended is in the way of all others.
         for (const bool steps : {true, false}) {
-            for (size_t i = 0; i < count; ++i) {
-                if (is_step(own[i]) == steps) give_or_keep(own[i]);
+            // What is refused comes back to the end of the list: each is tried once.
+            size_t left = size_.load(std::memory_order_relaxed);
+            while (left > 0) {
+                Entry own[RUN];
+                const size_t count = take(cache, steps, own, left < RUN ? left : RUN);
+                for (size_t i = 0; i < count; ++i) give_or_keep(own[i]);
+                left = count < RUN ? 0 : left - count;
             }
         }
+    }
+    // Takes the first of a cache's entries, steps or others, out of the list; how many.
+    size_t take(kvpool_cache_t cache, bool steps, Entry (&own)[RUN], size_t limit) noexcept {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        size_t count = 0;
+        keep([&](const Entry& entry) {
+            if (count == limit || is_step(entry) != steps || !same(entry.cache, cache)) return true;
+            own[count++] = entry;
+            return false;
+        });
+        return count;
     }
     void give_or_keep(const Entry& entry) noexcept {
         if (is_gone(entry.give_back(entry.cache, entry.handle))) return;

@@ -38,7 +38,9 @@ inline bool passes(kvpool_status_t status) noexcept {
 // An owner ended: gives back what it held, now or, of what is in a cache, later.
 template <class Kind, class C>
 void end_of(const C& c) noexcept {
-    if (!ending::is_gone(Kind::give_back(c))) ending::leaked(Kind::NAME, {}, c.word, ending::last_error());
+    if (!ending::is_gone(Kind::give_back_at_end(c))) {
+        ending::leaked(Kind::NAME, {}, c.word, ending::last_error());
+    }
 }
 template <class Kind, class C>
 void end_of(const InCache<C>& held) noexcept {
@@ -120,10 +122,12 @@ struct Overrides {
 struct ConfigKind {
     static constexpr const char* NAME = "Config";
     static kvpool_status_t give_back(kvpool_config_t c) noexcept { return kvpool_config_destroy(c); }
+    static kvpool_status_t give_back_at_end(kvpool_config_t c) noexcept { return give_back(c); }
 };
 struct PlanKind {
     static constexpr const char* NAME = "Plan";
     static kvpool_status_t give_back(kvpool_plan_t c) noexcept { return kvpool_plan_destroy(c); }
+    static kvpool_status_t give_back_at_end(kvpool_plan_t c) noexcept { return give_back(c); }
 };
 struct SequenceKind {
     static constexpr const char* NAME = "Sequence";

@@ -348,7 +348,9 @@ void ending(kvpool::Cache& cache) {
     {
         auto step = cache.reserve({{other, 1}}).value();
         const kvpool::SeqId id = other.detach();
-        for (int i = 0; i < 257; ++i) kvpool::Sequence(cache.c(), id);
+        for (size_t i = 0; i < kvpool::ending::Later::ROOM; ++i) kvpool::Sequence(cache.c(), id);
+        CHECK(leaks == 0);
+        kvpool::Sequence(cache.c(), id);
         CHECK(leaks == 1);
     }
     // The step was cancelled at its end, and the sequence went behind it.

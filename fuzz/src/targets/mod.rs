@@ -13,12 +13,13 @@ use libfuzzer_sys::Corpus;
 use super::Target;
 
 /// The targets by name.
-pub(crate) const ALL: [(&str, Target); 6] = [
+pub(crate) const ALL: [(&str, Target); 7] = [
     ("capi", |input| structured(input, capi::run)),
     ("config", config::run),
     ("hf_config", hf_config::run),
     ("model_file", model_file::run),
     ("restore", |input| structured(input, restore::run)),
+    ("shapes", |_| shapes()),
     ("trace", trace::run),
 ];
 
@@ -31,4 +32,12 @@ fn structured<T: for<'a> Arbitrary<'a>>(input: &[u8], run: fn(&T)) -> Corpus {
         }
         Err(_) => Corpus::Reject,
     }
+}
+
+/// Not a target to fuzz: whether each cache that `capi` and `restore` choose from can be opened, so
+/// that no part of their inputs is spent on nothing. To be run once, on any file.
+fn shapes() -> Corpus {
+    capi::open_all();
+    restore::open_all();
+    Corpus::Keep
 }

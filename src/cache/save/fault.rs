@@ -1,21 +1,12 @@
-//! Where a test makes the files of saves fail: the writing at a byte, by an error or by the end of
-//! the process; reads and writes that are short, that a signal interrupts, or that fail. Nothing of
-//! it happens unless the thread has asked for it.
+//! Where a test makes the files of saves fail: the writing at a byte, by an error or whatever else
+//! the test does there; reads and writes that are short, that a signal interrupts, or that fail.
+//! Nothing of it happens unless the thread has asked for it.
 
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 
-/// How writing ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WriteFault {
-    /// The process ends at once, as if it were killed.
-    Abort,
-    /// The disk is full.
-    Full,
-}
-
-/// Where it does.
+/// Where writing ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
     /// When so many bytes are written.
@@ -27,6 +18,9 @@ pub enum Point {
     /// When the file has its name.
     AfterRename,
 }
+
+/// What happens there, and the error that comes of it.
+type Fault = fn() -> io::Error;
 
 /// What the operating system makes of reads and writes, as it may of any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,13 +36,14 @@ pub struct FileCalls {
 }
 
 thread_local! {
-    static ARMED: Cell<Option<(Point, WriteFault)>> = const { Cell::new(None) };
+    static ARMED: Cell<Option<(Point, Fault)>> = const { Cell::new(None) };
     static CALLS: Cell<Option<FileCalls>> = const { Cell::new(None) };
 }
 
-/// The saves of this thread fail at a point, until it asks for another or for none.
+/// The saves of this thread fail at a point, until it asks for another or for none: with what the
+/// function gives, if it comes back.
 #[doc(hidden)]
-pub fn fail_saves(fault: Option<(Point, WriteFault)>) {
+pub fn fail_saves(fault: Option<(Point, Fault)>) {
     ARMED.set(fault);
 }
 
@@ -59,19 +54,8 @@ pub fn disturb_files(calls: Option<FileCalls>) -> Option<FileCalls> {
     CALLS.replace(calls)
 }
 
-impl WriteFault {
-    /// Lets it happen.
-    pub(super) fn happen(self) -> io::Error {
-        match self {
-            Self::Abort => std::process::abort(),
-            // 28 is ENOSPC.
-            Self::Full => io::Error::from_raw_os_error(28),
-        }
-    }
-}
-
 /// What of some bytes behind `written` is written before the fault, and the fault.
-pub(super) fn cut(written: u64, bytes: &[u8]) -> (&[u8], Option<WriteFault>) {
+pub(super) fn cut(written: u64, bytes: &[u8]) -> (&[u8], Option<Fault>) {
     match ARMED.get() {
         Some((Point::Byte(at), fault)) if at < written + bytes.len() as u64 => {
             let before = usize::try_from(at.saturating_sub(written)).unwrap_or(0);
@@ -84,7 +68,7 @@ pub(super) fn cut(written: u64, bytes: &[u8]) -> (&[u8], Option<WriteFault>) {
 /// Lets a fault happen that is not at a byte.
 pub(super) fn at(point: Point) -> io::Result<()> {
     match ARMED.get().filter(|armed| armed.0 == point) {
-        Some((_, fault)) => Err(fault.happen()),
+        Some((_, fault)) => Err(fault()),
         None => Ok(()),
     }
 }

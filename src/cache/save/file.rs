@@ -51,7 +51,7 @@ impl Writer {
         Calls(&self.file).write_all(before).map_err(failed)?;
         self.written += before.len() as u64;
         match faulty {
-            Some(fault) => Err(failed(fault.happen())),
+            Some(fault) => Err(failed(fault())),
             None => Ok(()),
         }
     }

@@ -7,7 +7,7 @@ pub(super) use xxhash_rust::xxh3::Xxh3 as Checksums;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::cache::prefix::{KeyPart, NameWords};
-use crate::config::{Format, MAX_TOKENS_PER_BLOCK, RopeStyle, ScaleKind};
+use crate::config::{Format, MAX_TOKENS_PER_BLOCK, MIN_TOKENS_PER_BLOCK, RopeStyle, ScaleKind};
 use crate::error::SaveError;
 use crate::plan::{GroupLayout, NO_BLOCK, Plan, Rope, SCALE_BYTES};
 
@@ -193,7 +193,9 @@ pub(super) fn read_header(plan: &Plan, bytes: &[u8]) -> Result<Header, SaveError
         }
     }
     let block_tokens = get32(bytes, 48);
-    if !block_tokens.is_power_of_two() || !(2..=MAX_TOKENS_PER_BLOCK).contains(&block_tokens) {
+    // Smaller blocks than any cache has are more of them than `Plan::save_bytes` counts.
+    let least = MIN_TOKENS_PER_BLOCK.min(plan.tokens_per_block);
+    if !block_tokens.is_power_of_two() || !(least..=MAX_TOKENS_PER_BLOCK).contains(&block_tokens) {
         return Err(damaged("an impossible number of tokens of a block"));
     }
     let unsalted_only = match get32(bytes, 52) {

@@ -6,7 +6,8 @@
 //! - `format.rs`: the bytes. `file.rs`: the file, whole or not there. `fault.rs`: for tests.
 //! - `write.rs`, `prefixes.rs`: what is written, and in which order.
 //! - `read.rs`: what is read, and that all of it is right before anything changes.
-//! - `restore.rs`, `slots.rs`: prefixes into the index, and into slots of contiguous groups.
+//! - `restore.rs`, `slots.rs`, `chain.rs`: prefixes into the index, and into slots of contiguous
+//!   groups.
 //! - `sequence.rs`: one sequence.
 //!
 //! **Memory.** These verbs are the exception to "nothing is allocated after open": they allocate
@@ -14,6 +15,7 @@
 //! and give them back. They are called when a service starts or ends; kept from open on, the
 //! buffers would be idle memory all the time between.
 
+mod chain;
 mod fault;
 mod file;
 mod format;
@@ -25,7 +27,7 @@ mod slots;
 mod write;
 
 #[doc(hidden)]
-pub use fault::{FileCalls, Point, WriteFault, disturb_files, fail_saves};
+pub use fault::{FileCalls, Point, disturb_files, fail_saves};
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -48,7 +48,7 @@ pub(super) struct SequenceHead {
     pub(super) limit: u32,
     pub(super) lookahead: u32,
     pub(super) known: u32,
-    /// Whether others may share with it; without, `first` and `salted` mean nothing.
+    /// Whether others may share with it; without, `name` and `salt_from` mean nothing.
     pub(super) shares: bool,
     pub(super) salt_from: u32,
     /// Salt, adapter, model.
@@ -119,7 +119,8 @@ impl Loader {
         if holds == Holds::Sequence {
             most = most.max(format::SEQUENCE_FIXED + 4 * plan.limits.max_seq_len as usize);
         }
-        let record = buffer(most + FRAME)?;
+        // `Reader::payload` has the frame before a payload, and its checksum behind it.
+        let record = buffer(FRAME + most + format::CHECKSUM)?;
         let first = bytes.len() as u64;
         let max_seq_len = plan.limits.max_seq_len;
         Ok((Self { reader, record, shape, most, max_seq_len, loaded: u64::MAX }, header, first))

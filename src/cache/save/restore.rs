@@ -11,6 +11,7 @@ use super::read::{Entry, Loader, Table};
 use super::{buffer_of, out_of_memory};
 use crate::cache::Cache;
 use crate::cache::prefix::{NameWords, PrefixIndex};
+use crate::cache::retention::set_class_of_attached;
 use crate::cache::reuse::Reuse;
 use crate::config::MAX_TOKENS_PER_BLOCK;
 use crate::error::SaveError;
@@ -377,14 +378,7 @@ impl Cache {
             if store.class(id) < class {
                 store.set_class(id, class);
                 moved |= cached;
-                for (windowed, group) in index.windowed().iter().enumerate() {
-                    let attached = index.attached(windowed, at);
-                    if let Some(store) =
-                        self.pool.store_mut(*group).filter(|_| attached != NO_BLOCK)
-                    {
-                        store.set_class(BlockId(attached), class);
-                    }
-                }
+                set_class_of_attached(index, &mut self.pool, at, class);
             } else if store.class(id) == class && cached && moved {
                 store.renew(id);
             } else {

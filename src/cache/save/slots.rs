@@ -5,11 +5,12 @@
 //! layers without a window, and in the others the window behind the last token.
 
 use super::buffer_of;
+use super::chain::Chain;
 use super::format::{Run, Span};
 use super::read::{Block, Entry, Loader, Table};
 use super::write::Source;
+use crate::cache::Cache;
 use crate::cache::prefix::{NameWords, Namespace};
-use crate::cache::{Cache, group_idx};
 use crate::error::SaveError;
 use crate::plan::{GroupKind, NO_BLOCK, SAVE_SLOT_BYTES};
 
@@ -26,17 +27,6 @@ pub(super) struct Kept {
 
 const _: () = assert!(size_of::<Kept>() as u64 <= SAVE_SLOT_BYTES && size_of::<Span>() == 4);
 
-/// A chain of the file, from its first block to its last.
-#[derive(Debug)]
-struct Chain {
-    /// Places in the table.
-    entries: Vec<u32>,
-    /// What each group has of them. `[entries, num_groups]`
-    spans: Vec<Span>,
-    /// From where on each group has it without a hole. `[num_groups]`
-    holds_from: Vec<u32>,
-}
-
 /// What is staged.
 #[derive(Debug)]
 pub(super) struct SlotStage {
@@ -46,6 +36,8 @@ pub(super) struct SlotStage {
     chain: Chain,
     /// Tokens of the chain. `[max_seq_len]`
     ids: Vec<u32>,
+    /// Free slots, from the youngest on, that are staged or keep something.
+    passed: usize,
     /// Blocks of chains that may still be looked at in vain.
     patience: usize,
 }
@@ -71,12 +63,9 @@ impl Cache {
         let mut stage = SlotStage {
             kept: buffer_of(slots, kept)?,
             holds_from: buffer_of(slots * groups, 0)?,
-            chain: Chain {
-                entries: buffer_of(longest, 0)?,
-                spans: buffer_of(longest * groups, Span::WHOLE)?,
-                holds_from: buffer_of(groups, 0)?,
-            },
+            chain: Chain::new(longest, groups)?,
             ids: buffer_of(self.plan.limits.max_seq_len as usize, 0)?,
+            passed: 0,
             patience: (slots + VAIN_CHAINS) * longest,
         };
         stage.kept.clear();
@@ -148,19 +137,20 @@ impl Cache {
         let Some(namespace) = self.namespace_of_chain(table, &stage.chain, len) else {
             return Ok(false);
         };
-        let free = self.seqs.free.iter().rev();
-        let is_empty = |slot: &u32| {
-            let retained = self.reuse.as_ref().map_or(0, |r| r.seqs[*slot as usize].retained);
-            retained == 0 && stage.kept.iter().all(|kept| kept.slot != *slot)
-        };
-        let slot = free.copied().find(is_empty);
+        let retained =
+            |slot: u32| self.reuse.as_ref().map_or(0, |reuse| reuse.seqs[slot as usize].retained);
+        // Nothing is taken from the list, and no slot keeps more, before all chains are staged.
+        let mut free = self.seqs.free.iter().rev().copied().enumerate().skip(stage.passed);
+        let slot = free.find(|(_, slot)| retained(*slot) == 0);
+        stage.passed = slot.map_or(self.seqs.free.len(), |(passed, _)| passed);
         self.read_ids(loader, table, &stage.chain, &mut stage.ids[..len as usize])?;
         // Without a free one it is still to be seen whether another slot has it.
         if self.is_kept(stage, &namespace, len) {
             cover_chain(table, &stage.chain, len);
             return Ok(false);
         }
-        let Some(slot) = slot else { return Ok(false) };
+        let Some((_, slot)) = slot else { return Ok(false) };
+        stage.passed += 1;
         if let Some(reuse) = &mut self.reuse {
             // Nobody reads the row of a slot that keeps nothing.
             let ids = &stage.ids[..len as usize];
@@ -198,82 +188,6 @@ impl Cache {
             chain.spans.extend(self.common_spans(&block));
         }
         Ok(())
-    }
-
-    /// What each group has of a block. The layers of a group agree, where they were one group when
-    /// they were saved; if not, what all of them have.
-    fn common_spans(&self, block: &Block<'_>) -> impl Iterator<Item = Span> {
-        self.plan.groups.iter().map(|group| {
-            let spans = group.layers.iter().map(|layer| block.span(layer.index()));
-            let common = spans.reduce(|a, b| match (a, b) {
-                (Span::WHOLE, other) | (other, Span::WHOLE) => other,
-                _ => Span { head: a.head.min(b.head), from: a.from.max(b.from) },
-            });
-            common.unwrap_or(Span::WHOLE)
-        })
-    }
-
-    /// The longest part of a chain that every contiguous group can give, and from where on they
-    /// have it.
-    fn usable_len(&self, table: &Table, chain: &mut Chain) -> Option<u32> {
-        let end_of = |entry: &Entry| (entry.start + entry.tokens).min(self.plan.limits.max_seq_len);
-        // Those without a window have all of it.
-        let mut blocks = chain.entries.len();
-        while blocks > 0 {
-            let last = table.entries[chain.entries[blocks - 1] as usize];
-            let len = end_of(&last);
-            chain.holds_from.fill(0);
-            let fits = self.contiguous(true).all(|group| {
-                let from = self.holds_from(table, chain, blocks, group);
-                chain.holds_from[group] = from;
-                let sinks = self.plan.groups[group].layout.sink_tokens.min(len);
-                let kept_from = self.plan.keep_from(group_idx(group), len);
-                from <= kept_from && (from == 0 || self.has_head(table, chain, group, sinks))
-            });
-            if fits {
-                return Some(len);
-            }
-            blocks -= 1;
-        }
-        None
-    }
-
-    /// The contiguous groups with a window, or those without.
-    fn contiguous(&self, windowed: bool) -> impl Iterator<Item = usize> + '_ {
-        let groups = self.plan.groups.iter().enumerate();
-        groups
-            .filter(move |(_, layers)| {
-                layers.kind == GroupKind::Contiguous && layers.window.is_some() == windowed
-            })
-            .map(|(group, _)| group)
-    }
-
-    /// The first token from which on a group has the first blocks of a chain without a hole.
-    fn holds_from(&self, table: &Table, chain: &Chain, blocks: usize, group: usize) -> u32 {
-        let groups = self.plan.groups.len();
-        let mut from = u32::MAX;
-        for at in (0..blocks).rev() {
-            let entry = &table.entries[chain.entries[at] as usize];
-            let span = chain.spans[at * groups + group];
-            if span.is_empty(entry.tokens) || u32::from(span.from) >= entry.tokens {
-                break;
-            }
-            from = entry.start + u32::from(span.from);
-            if span.from > 0 {
-                break;
-            }
-        }
-        from
-    }
-
-    /// Whether a group has the first tokens of a chain.
-    fn has_head(&self, table: &Table, chain: &Chain, group: usize, tokens: u32) -> bool {
-        let groups = self.plan.groups.len();
-        chain.entries.iter().zip(chain.spans.chunks_exact(groups)).all(|(entry, spans)| {
-            let entry = &table.entries[*entry as usize];
-            let range = 0..tokens.saturating_sub(entry.start).min(entry.tokens);
-            range.is_empty() || spans[group].covers(&range)
-        })
     }
 
     /// The namespace of a prompt that finds the first tokens of a chain.

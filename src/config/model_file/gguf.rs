@@ -4,6 +4,7 @@
 //! the file can hold.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
@@ -39,6 +40,20 @@ pub enum Value {
     Text(String),
     /// A list of values of one type.
     List(Vec<Value>),
+}
+
+impl fmt::Display for Value {
+    /// As an error tells of it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Int(number) => write!(f, "{number}"),
+            Self::Uint(number) => write!(f, "{number}"),
+            Self::Float(number) => write!(f, "the float {number:?}"),
+            Self::Bool(flag) => write!(f, "{flag}"),
+            Self::Text(_) => f.write_str("a text"),
+            Self::List(_) => f.write_str("a list"),
+        }
+    }
 }
 
 /// Where a tensor lies.
@@ -181,8 +196,8 @@ impl Header {
             tensors.insert(name, Tensor { shape, kind, offset });
         }
         let mut header = Self { values, tensors };
-        let alignment = header.int("general.alignment").unwrap_or(32).max(1);
-        let start = reader.read.next_multiple_of(alignment);
+        let alignment = header.whole("general.alignment")?.unwrap_or(32).max(1);
+        let start = reader.read.next_multiple_of(alignment.into());
         for tensor in header.tensors.values_mut() {
             tensor.offset = tensor.offset.saturating_add(start);
         }
@@ -236,6 +251,37 @@ impl Header {
     }
 }
 
+/// Values that may be left out. One that is there and is of no use is an error: what is taken where
+/// it is absent would be another model.
+impl Header {
+    fn optional<T>(
+        &self,
+        key: &str,
+        found: Option<T>,
+        expected: &str,
+    ) -> Result<Option<T>, String> {
+        match self.values.get(key) {
+            Some(value) if found.is_none() => {
+                Err(format!("its {key:?} is {value}; expected {expected}"))
+            }
+            _ => Ok(found),
+        }
+    }
+
+    fn whole(&self, key: &str) -> Result<Option<u32>, String> {
+        let number = self.int(key).and_then(|number| u32::try_from(number).ok());
+        self.optional(key, number, "a whole number of 32 bits, 0 or more")
+    }
+
+    fn fraction(&self, key: &str) -> Result<Option<f64>, String> {
+        self.optional(key, self.float(key), "a float")
+    }
+
+    fn word(&self, key: &str) -> Result<Option<&str>, String> {
+        self.optional(key, self.text(key), "a text")
+    }
+}
+
 /// What the header says of the model.
 pub(super) fn describe(path: &Path, header: &Header) -> Result<ModelFile, String> {
     let name = header.text("general.architecture").unwrap_or_default();
@@ -248,20 +294,16 @@ pub(super) fn describe(path: &Path, header: &Header) -> Result<ModelFile, String
             ));
         }
     };
+    let optional = |key: &str| header.whole(&format!("{name}.{key}"));
     let number = |key: &str| -> Result<u32, String> {
-        let key = format!("{name}.{key}");
-        let number = header.int(&key).ok_or_else(|| format!("it has no number {key:?}"))?;
-        u32::try_from(number).map_err(|_| format!("its {key:?} is {number}"))
+        optional(key)?.ok_or_else(|| format!("it has no number \"{name}.{key}\""))
     };
-    if header.int(&format!("{name}.expert_count")).is_some_and(|experts| experts > 0) {
+    if optional("expert_count")?.is_some_and(|experts| experts > 0) {
         return Err("it is a mixture of experts, which this engine does not compute".to_owned());
     }
     let (dim, num_q_heads) = (number("embedding_length")?, number("attention.head_count")?);
-    let num_kv_heads = number("attention.head_count_kv").unwrap_or(num_q_heads);
-    let head_dim = match number("attention.key_length") {
-        Ok(head_dim) => head_dim,
-        Err(_) => dim / num_q_heads.max(1),
-    };
+    let num_kv_heads = optional("attention.head_count_kv")?.unwrap_or(num_q_heads);
+    let head_dim = optional("attention.key_length")?.unwrap_or(dim / num_q_heads.max(1));
     let windows = match architecture {
         Architecture::Llama => vec![0],
         // Every sixth layer sees everything.
@@ -278,7 +320,7 @@ pub(super) fn describe(path: &Path, header: &Header) -> Result<ModelFile, String
     .map_err(|(_, problem)| problem)?;
     let embedding = header.tensors.get("token_embd.weight").ok_or("it has no token embedding")?;
     let vocab_size = embedding.shape.get(1).and_then(|size| u32::try_from(*size).ok());
-    let eps = header.float(&format!("{name}.attention.layer_norm_rms_epsilon"));
+    let eps = header.fraction(&format!("{name}.attention.layer_norm_rms_epsilon"))?;
     #[expect(clippy::cast_possible_truncation, reason = "the nearest f32")]
     let norm_eps = eps.unwrap_or(1e-5) as f32;
     Ok(ModelFile {
@@ -308,17 +350,25 @@ fn rope(
             "it has a list of factors for its frequencies, which is not supported".to_owned()
         );
     }
-    let scaling = match header.text(&format!("{name}.rope.scaling.type")) {
-        None | Some("none") => None,
+    let key = |key: &str| format!("{name}.rope.{key}");
+    // The old name of the factor; of both, 0 says that there is none.
+    let factor = match header.fraction(&key("scaling.factor"))? {
+        None => header.fraction(&key("scale_linear"))?,
+        factor => factor,
+    };
+    let factor = factor.filter(|factor| *factor != 0.0);
+    let scaling = match header.word(&key("scaling.type"))? {
+        Some("none") => None,
+        // A factor alone is one of this kind.
+        None => factor.map(|factor| RopeScaling::Linear { factor }),
         Some("linear") => {
-            let factor = header.float(&format!("{name}.rope.scaling.factor"));
             Some(RopeScaling::Linear { factor: factor.ok_or("it has no factor of its scaling")? })
         }
         Some(other) => return Err(format!("it scales its frequencies by {other:?}")),
     };
-    let dims = header.int(&format!("{name}.rope.dimension_count"));
-    let dims = dims.and_then(|dims| u32::try_from(dims).ok());
-    let theta = header.float(&format!("{name}.rope.freq_base"));
+    let dims = header.whole(&key("dimension_count"))?;
+    let theta = header.fraction(&key("freq_base"))?;
+    let window_theta = header.fraction(&key("freq_base_swa"))?;
     Ok(RopeConfig {
         theta: Some(theta.unwrap_or(10_000.0)),
         dims: dims.filter(|dims| *dims != geometry.head_dim && architecture == Architecture::Llama),
@@ -328,7 +378,7 @@ fn rope(
         },
         scaling,
         window_theta: (architecture == Architecture::Gemma3)
-            .then(|| header.float(&format!("{name}.rope.freq_base_swa")).unwrap_or(10_000.0)),
+            .then(|| window_theta.unwrap_or(10_000.0)),
     })
 }
 
@@ -437,5 +487,80 @@ mod tests {
         }
         let error = Header::read_after_magic(&mut endless, u64::MAX).unwrap_err();
         assert!(error.contains("is longer than"), "{error}");
+    }
+
+    /// A model, of which these values are others, or there too.
+    fn described(others: &[(&str, Value)]) -> Result<ModelFile, String> {
+        let mut values: BTreeMap<String, Value> = [
+            ("block_count", 2),
+            ("embedding_length", 64),
+            ("attention.head_count", 8),
+            ("attention.head_count_kv", 2),
+            ("feed_forward_length", 128),
+            ("context_length", 256),
+        ]
+        .map(|(key, number)| (format!("llama.{key}"), Value::Int(number)))
+        .into();
+        values.insert("general.architecture".to_owned(), Value::Text("llama".to_owned()));
+        for (key, value) in others {
+            values.insert(format!("llama.{key}"), value.clone());
+        }
+        let embedding = Tensor { shape: vec![64, 100], kind: 0, offset: 0 };
+        let tensors = [("token_embd.weight".to_owned(), embedding)].into();
+        describe(Path::new("model.gguf"), &Header { values, tensors })
+    }
+
+    /// Where a value cannot be used, another model would be planned than the file's.
+    #[test]
+    fn what_is_there_and_of_no_use_is_no_default() {
+        let plain = described(&[]).unwrap();
+        assert_eq!((plain.geometry.num_kv_heads, plain.geometry.head_dim), (2, 8));
+        let per_layer = Value::List(vec![Value::Int(2), Value::Int(4)]);
+        let word = Value::Text("8".to_owned());
+        let big = Value::Uint(1 << 32);
+        for (key, values) in [
+            (
+                "attention.head_count_kv",
+                vec![per_layer.clone(), big.clone(), word.clone(), Value::Int(-1)],
+            ),
+            ("attention.key_length", vec![per_layer, big.clone(), Value::Float(8.0)]),
+            ("expert_count", vec![Value::Float(8.0)]),
+            ("attention.layer_norm_rms_epsilon", vec![Value::Int(1)]),
+            ("rope.dimension_count", vec![Value::Float(4.0), word.clone(), big]),
+            ("rope.freq_base", vec![Value::Int(10_000), word.clone()]),
+            ("rope.freq_base_swa", vec![Value::Uint(10_000)]),
+            ("rope.scaling.factor", vec![Value::Int(2), word.clone()]),
+            ("rope.scale_linear", vec![Value::Int(2), word]),
+            ("rope.scaling.type", vec![Value::Int(1)]),
+        ] {
+            for value in values {
+                let error = described(&[(key, value.clone())]).unwrap_err();
+                let start = format!("its \"llama.{key}\" is {value}; expected a ");
+                assert!(error.starts_with(&start), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_factor_alone_is_a_linear_one_and_so_is_that_of_the_old_key() {
+        let scaling = |others: &[(&str, f64)], kind: Option<&str>| {
+            let mut others: Vec<(&str, Value)> =
+                others.iter().map(|(key, factor)| (*key, Value::Float(*factor))).collect();
+            others.extend(kind.map(|kind| ("rope.scaling.type", Value::Text(kind.to_owned()))));
+            described(&others).map(|file| file.rope.scaling)
+        };
+        let (new, old) = ("rope.scaling.factor", "rope.scale_linear");
+        let by = |factor| Ok(Some(RopeScaling::Linear { factor }));
+        for kind in [None, Some("linear")] {
+            assert_eq!(scaling(&[(new, 4.0)], kind), by(4.0));
+            assert_eq!(scaling(&[(old, 4.0)], kind), by(4.0));
+            assert_eq!(scaling(&[(new, 2.0), (old, 4.0)], kind), by(2.0));
+            assert_eq!(scaling(&[(new, 2.0), (old, 4.0)], Some("none")), Ok(None));
+        }
+        assert_eq!(scaling(&[(new, 0.0)], None), Ok(None));
+        assert_eq!(scaling(&[], None), Ok(None));
+        assert!(
+            scaling(&[], Some("linear")).is_err() && scaling(&[(new, 2.0)], Some("yarn")).is_err()
+        );
     }
 }

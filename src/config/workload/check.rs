@@ -11,6 +11,12 @@ pub(super) const MAX_SHARED_PREFIXES: u32 = 1_000_000;
 /// The largest factor on the times of a trace, and the most arrivals in a second.
 const MAX_RATE: f64 = 1e6;
 
+/// The fewest arrivals in a second: one in eleven days.
+const MIN_REQUESTS_PER_S: f64 = 1e-6;
+
+/// The most outputs that are checked: each holds a row of numbers of its own.
+pub(super) const MAX_CHECK_SAMPLES: u32 = 1_000_000;
+
 /// The keys that belong to some kinds only.
 pub(super) const OF_KINDS: &[(&str, &[WorkloadKind])] = &[
     ("path", FILES),
@@ -52,6 +58,7 @@ impl WorkloadConfig {
         self.check_arrivals(given)?;
         self.check_compute(given)?;
         self.check_columns()?;
+        self.check_lengths()?;
         if let Some(requests) = self.requests.filter(|n| !(1..=MAX_REQUESTS).contains(n)) {
             return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
         }
@@ -134,6 +141,11 @@ impl WorkloadConfig {
                 "remove one of them",
             ));
         }
+        let of_job = self.check_samples;
+        if of_job > MAX_CHECK_SAMPLES {
+            let problem = format!("{of_job} is out of range");
+            return Err(Complaint::new("workload.check_samples", problem));
+        }
         for (key, count, most) in [
             ("workload.num_shared_prefixes", self.num_shared_prefixes, MAX_SHARED_PREFIXES),
             ("workload.max_open_conversations", self.max_open_conversations, u32::MAX),
@@ -171,11 +183,11 @@ impl WorkloadConfig {
                 return Err(Complaint::new(key, problem));
             }
         }
-        for (key, rate) in [
-            ("workload.time_scale", Some(self.time_scale)),
-            ("workload.requests_per_s", self.requests_per_s),
+        for (key, rate, least) in [
+            ("workload.time_scale", Some(self.time_scale), f64::MIN_POSITIVE),
+            ("workload.requests_per_s", self.requests_per_s, MIN_REQUESTS_PER_S),
         ] {
-            if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && *rate <= MAX_RATE)) {
+            if let Some(rate) = rate.filter(|rate| !(least..=MAX_RATE).contains(rate)) {
                 return Err(Complaint::new(key, format!("{rate} is out of range")));
             }
         }
@@ -220,6 +232,25 @@ impl WorkloadConfig {
             )),
             Compute::None => Ok(()),
         }
+    }
+
+    /// Refuses lengths and counts that may come out as 0. Times may, and how often a tool is
+    /// called.
+    fn check_lengths(&self) -> Result<(), Complaint> {
+        for (key, drawn) in [
+            ("prompt_tokens", self.prompt_tokens),
+            ("output_tokens", self.output_tokens),
+            ("shared_prefix_tokens", self.shared_prefix_tokens),
+            ("answers", self.answers),
+            ("turns", self.turns),
+            ("tool_tokens", self.tool_tokens),
+        ] {
+            if let Some((field, 0)) = drawn.map(|drawn| drawn.least()) {
+                let key = format!("workload.{key}.{field}");
+                return Err(Complaint::new(key, "is 0, and must be at least 1"));
+            }
+        }
+        Ok(())
     }
 
     fn check_columns(&self) -> Result<(), Complaint> {

@@ -53,6 +53,10 @@ fn what_a_kind_needs_is_named() {
     assert_eq!(refused(&none, &[]), "workload.output_tokens");
     let zero = WorkloadConfig { requests: Some(0), ..generator() };
     assert_eq!(refused(&zero, &[]), "workload.requests");
+    let samples = |check_samples| WorkloadConfig { check_samples, ..generator() };
+    assert_eq!(check(&samples(MAX_CHECK_SAMPLES), &["check_samples"]), Ok(()));
+    let many = samples(MAX_CHECK_SAMPLES + 1);
+    assert_eq!(refused(&many, &["check_samples"]), "workload.check_samples");
     for kind in FILES {
         assert_eq!(refused(&WorkloadConfig::new(*kind), &[]), "workload.path");
     }
@@ -94,6 +98,36 @@ fn counts_belong_to_what_they_count() {
     assert_eq!(refused(&alone, &[]), "workload.tool_tokens");
 }
 
+/// A prompt has a token; an agent may call no tool, and the tool may take no time.
+#[test]
+fn only_times_and_calls_may_be_none() {
+    let four = Some(LengthDistribution::Fixed { value: 4 });
+    let none = Some(LengthDistribution::Fixed { value: 0 });
+    let some = Some(LengthDistribution::Uniform { min: 0, max: 6 });
+    let agents = WorkloadConfig {
+        compute: Compute::None,
+        turns: four,
+        think_ms: none,
+        tool_calls: some,
+        tool_tokens: four,
+        tool_ms: none,
+        ..generator()
+    };
+    assert_eq!(check(&agents, &[]), Ok(()));
+    let refuse = |wrong: WorkloadConfig, key: &str| {
+        let complaint = check(&wrong, &[]).unwrap_err();
+        assert_eq!(complaint.key, format!("workload.{key}"));
+        assert_eq!(complaint.problem, "is 0, and must be at least 1");
+    };
+    refuse(WorkloadConfig { prompt_tokens: none, ..agents.clone() }, "prompt_tokens.value");
+    refuse(WorkloadConfig { output_tokens: some, ..agents.clone() }, "output_tokens.min");
+    refuse(WorkloadConfig { turns: some, ..agents.clone() }, "turns.min");
+    refuse(WorkloadConfig { tool_tokens: none, ..agents.clone() }, "tool_tokens.value");
+    refuse(WorkloadConfig { shared_prefix_tokens: some, ..agents }, "shared_prefix_tokens.min");
+    let answers = WorkloadConfig { answers: some, compute: Compute::None, ..generator() };
+    refuse(answers, "answers.min");
+}
+
 #[test]
 fn what_needs_a_clock_needs_a_replay() {
     let replay = WorkloadConfig { compute: Compute::None, ..generator() };
@@ -107,7 +141,9 @@ fn what_needs_a_clock_needs_a_replay() {
     for key in ["time_scale", "burst_requests"] {
         assert_eq!(refused(&poisson, &[key, "requests_per_s"]), format!("workload.{key}"));
     }
-    for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+    let rare = WorkloadConfig { requests_per_s: Some(1e-6), ..poisson.clone() };
+    assert_eq!(check(&rare, &["requests_per_s"]), Ok(()));
+    for rate in [0.0, 1e-300, 9e-7, 1e7, -1.0, f64::NAN, f64::INFINITY] {
         let wrong = WorkloadConfig { requests_per_s: Some(rate), ..poisson.clone() };
         assert_eq!(refused(&wrong, &["requests_per_s"]), "workload.requests_per_s");
     }

@@ -55,7 +55,7 @@ pub(super) fn split_many<const TERMS: usize>(isa: Bf16<TERMS>, work: &mut Split<
             let heads = portion.heads(task);
             let keys = portion.keys(task, tile);
             let scores = &mut scores[heads.clone()];
-            // A portion begins with a whole eight, or is all there is before the last row.
+            // Where a portion does not begin with a whole eight, its first heads go one by one.
             all_scores(isa, keys, words, packed_k, coded, per_eight, heads.start, scores);
             let scales = [&*k_scales, &*v_scales];
             isa.isa().all_weights(task, tile, portion, scales, scores, &mut part);

@@ -50,11 +50,19 @@ impl<'a> AttendJob<'a> {
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`] when a visible position would lie outside the group's units.
+    ///
+    /// # Panics
+    /// When the rows of the sequences do not ascend, or overlap.
     pub(super) fn new(pool: &'a [u8], args: &'a mut AttendArgs<'_>) -> Result<Self, DeviceError> {
         let num_q_heads = args.num_q_heads as usize;
         let row_len = num_q_heads * args.layout.head_dim as usize;
         let rows = args.out.len() / row_len.max(1);
-        debug_assert!(args.seqs.is_sorted_by_key(|seq| seq.row_start), "rows ascend");
+        let mut end = 0_u64;
+        for seq in args.seqs.iter().filter(|seq| seq.rows > 0) {
+            // Rows of which two threads would write one.
+            assert!(u64::from(seq.row_start) >= end, "the rows of sequences ascend, each once");
+            end = u64::from(seq.row_start) + u64::from(seq.rows);
+        }
         let out = match &mut args.out {
             TensorMut::F32(out) => Out::F32(Disjoint::new(out)),
             TensorMut::F16(out) => Out::F16(Disjoint::new(out)),

@@ -1,8 +1,9 @@
 //! The seam between the device and its kernels.
 //!
-//! A [`Kernel`] computes one split of one (row, KV head), and stores what is appended; all that
-//! is around it (dealing out the work, combining the splits, writing the result) is the same for
-//! all kernels and lives in `attend.rs`. A tuned kernel is another implementation and another
+//! A [`Kernel`] computes one split of one [`Task`](super::task::Task) (some rows of one KV head, or
+//! one row of some KV heads), and stores what is appended; all that is around it (dealing out the
+//! work, combining the splits, writing the result) is the same for all kernels and lives in
+//! `attend.rs`. A tuned kernel is another implementation and another
 //! line in [`choose`].
 
 use std::fmt;
@@ -33,8 +34,8 @@ pub(super) trait Kernel: Send + Sync + fmt::Debug {
         layout.format.element != Format::Int8
     }
 
-    /// Attention of one row's query heads of one KV head over one split's visible keys. What
-    /// comes out depends on nothing but the queries, those keys and their positions.
+    /// Attention of a task's query heads over one split's visible keys. What comes
+    /// out for a head depends on nothing but its queries, those keys and their positions.
     fn split(&self, work: &mut Split<'_, '_>);
 
     /// Stores one item of an append. The bytes are the same for every kernel.

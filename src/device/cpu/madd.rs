@@ -149,7 +149,7 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
         let units = units.as_flattened_mut();
         // As many lines at a time as there are registers for, and as have one scale.
         let group = if GROUPED { GROUP_STEPS } else { lines };
-        let at_once = lines_at_once(heads).min(group);
+        let at_once = lines_at_once(heads, group);
         let mut first = 0;
         while first < lines {
             let some = if first % group + at_once <= group.min(lines - first / group * group) {
@@ -166,6 +166,7 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
             while g < heads {
                 let (w, units) = (&coded[g * CODED_LINES..], &units[g..]);
                 let (isa, acc, ahead) = (self.0, &mut acc[g * lines..], ahead.take());
+                debug_assert!(matches!((heads - g, some), (1, 1 | 2 | 4) | (2, 1 | 2) | (3.., 1)));
                 match (heads - g, some) {
                     (1, 4) => values_of::<1, 4>(isa, tile, ahead, first, w, units, lines, acc),
                     (1, 2) => values_of::<1, 2>(isa, tile, ahead, first, w, units, lines, acc),
@@ -185,15 +186,16 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
     fn passes(self, tile: &Tile<'_>, heads: usize) -> usize {
         let lines = tile.row_bytes / STEP;
         let group = if GROUPED { GROUP_STEPS } else { lines };
-        (lines / lines_at_once(heads).min(group)).max(1)
+        (lines / lines_at_once(heads, group)).max(1)
     }
 }
 
-/// Lines of the values that are added up at once for some heads.
-fn lines_at_once(heads: usize) -> usize {
-    match heads {
-        1 => 4,
-        2 => 2,
+/// Lines of the values that are added up at once for some heads, of as many as have one scale: 4, 2
+/// or 1, since there is code for these.
+fn lines_at_once(heads: usize, group: usize) -> usize {
+    match (heads, group) {
+        (1, 4..) => 4,
+        (1 | 2, 2..) => 2,
         _ => 1,
     }
 }

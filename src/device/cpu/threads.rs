@@ -1,11 +1,10 @@
 //! Threads that more than one may give work to.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, TryLockError};
 
 use super::float_mode::FloatMode;
-use super::workers::Workers;
+use super::workers::{Workers, returns};
 use crate::error::DeviceError;
 
 /// The threads that compute for a device, and for an engine that would rather have none of its own.
@@ -47,8 +46,8 @@ impl Threads {
 
     /// Calls `job(worker, item)` once for each item in `0..items`, and returns when all are done.
     /// `worker` is below [`Threads::count`], and no two calls of one run have the same one at once.
-    /// Allocates nothing. Floating-point arithmetic is in the standard mode, whatever the caller's
-    /// is. While the threads are busy, with a run of another thread's or the one that this call is
+    /// Allocates nothing. On x86-64 floating-point arithmetic is in the standard mode, whatever the
+    /// caller's is. While the threads are busy, with a run of another thread's or the one that this call is
     /// made from, the caller does all of it by itself.
     ///
     /// # Errors
@@ -71,7 +70,7 @@ impl Threads {
 
 /// What a run does, by the caller's thread alone.
 fn alone(items: usize, job: &(dyn Fn(usize, usize) + Sync)) -> Result<(), DeviceError> {
-    let panics = |item: &usize| catch_unwind(AssertUnwindSafe(|| job(0, *item))).is_err();
+    let panics = |item: &usize| !returns(|| job(0, *item));
     let panicked = (0..items).filter(panics).count() > 0;
     if panicked { Err(DeviceError::WorkerPanicked) } else { Ok(()) }
 }

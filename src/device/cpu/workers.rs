@@ -103,6 +103,12 @@ struct Shared {
     ready: AtomicUsize,
 }
 
+/// Calls what may panic, and says whether it returned. What it panicked with is left where it is: to
+/// drop it could panic again, and nobody may leave a dispatch in that way.
+pub(super) fn returns(call: impl FnOnce()) -> bool {
+    catch_unwind(AssertUnwindSafe(call)).map_err(std::mem::forget).is_ok()
+}
+
 // SAFETY: everything but `job` is atomic or a lock. `job` is written by the caller while the
 // dispatch is closed and nobody has joined, and read by workers that have joined it; `state`
 // orders the two (see `Workers::run` and `Shared::join`). The pointee is `Sync`, so it may be
@@ -125,7 +131,7 @@ impl Shared {
             if item >= items {
                 return;
             }
-            if catch_unwind(AssertUnwindSafe(|| job(worker, item))).is_err() {
+            if !returns(|| job(worker, item)) {
                 self.panicked.store(true, Relaxed);
             }
         }
@@ -475,6 +481,36 @@ mod tests {
                 assert_eq!(workers.run(20, &|_, _| {}), Ok(()));
             }
         }
+    }
+
+    /// What a job panics with may panic itself when it is dropped: on the caller's thread and on a
+    /// worker's the pool goes on.
+    #[test]
+    fn a_panic_whose_payload_panics_is_an_error_too() {
+        struct Payload;
+        impl Drop for Payload {
+            fn drop(&mut self) {
+                panic!("a second panic for the test");
+            }
+        }
+        let workers = Workers::start(3).expect("threads");
+        let by_whom = AtomicUsize::new(0);
+        while by_whom.load(Relaxed) & 0b11 != 0b11 {
+            let result = workers.run(200, &|worker, _| {
+                by_whom.fetch_or(1 << worker.min(1), Relaxed);
+                thread::yield_now();
+                std::panic::panic_any(Payload);
+            });
+            assert_eq!(result, Err(DeviceError::WorkerPanicked));
+            assert_eq!(workers.run(20, &|_, _| {}), Ok(()));
+        }
+        let threads = super::super::threads::Threads::start(1).expect("threads");
+        let result = threads.run(2, &|_, _| {
+            // From inside of a run the caller does all by itself.
+            let inner = threads.run(2, &|_, _| std::panic::panic_any(Payload));
+            assert_eq!(inner, Err(DeviceError::WorkerPanicked));
+        });
+        assert_eq!(result, Ok(()));
     }
 
     #[test]

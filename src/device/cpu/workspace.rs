@@ -15,7 +15,7 @@ struct CacheLine([f32; LANES as usize]);
 #[derive(Debug)]
 pub(super) struct Workspace {
     sizes: CpuWorkspace,
-    /// `[threads, scratch_len]`, then `[split_pairs, max_splits, partial_len]`
+    /// `[threads, scratch_len]`, then `[rows, max_splits, num_kv_heads, partial_len]`
     lines: Vec<CacheLine>,
     /// `[threads, head_dim]`
     doubles: Vec<f64>,
@@ -66,7 +66,7 @@ impl Workspace {
     }
 
     /// All threads' scratch `[threads, scratch_len]`, and the places of partial results
-    /// `[split_pairs, max_splits, partial_len]`.
+    /// `[rows, max_splits, num_kv_heads, partial_len]`.
     pub(super) fn scratch_and_partials(&mut self) -> (&mut [f32], &mut [f32]) {
         let numbers = self.lines.len() * LANES as usize;
         let first = self.lines.as_mut_ptr().cast::<f32>();

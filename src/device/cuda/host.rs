@@ -2,13 +2,14 @@
 
 use super::driver::Entered;
 use super::memory::Ring;
-use super::{CudaDevice, Stream, tables};
+use super::{Counting, CudaDevice, Rows, Stream, tables};
 use crate::device::plain::{bytes_of, bytes_of_mut};
 use crate::device::{
     AppendArgs, AppendCounts, AttendArgs, DType, DeviceAppend, DeviceAttend, DeviceTensor,
     TensorMut, TensorRef,
 };
 use crate::error::DeviceError;
+use crate::plan::CUDA_COUNTS_BYTES;
 
 impl TensorRef<'_> {
     /// The bytes of `count` elements from element `start` on.
@@ -123,6 +124,11 @@ impl CudaDevice {
             return Err(DeviceError::CudaMixedTypes);
         }
         self.upload_slots(cx, index, &device)?;
+        if self.counts {
+            let counts = self.counts_at(Counting::Once);
+            // SAFETY: two numbers of the workspace.
+            unsafe { cx.fill(counts, 0, CUDA_COUNTS_BYTES, self.stream) }?;
+        }
         let mut first = 0;
         while first < tokens {
             let count = self.sizes.tensor_rows.min(tokens - first);
@@ -132,10 +138,13 @@ impl CudaDevice {
             unsafe { put(&mut self.tensor_ring, cx, self.stream, place, [k, v]) }?;
             device.k = at(place, len, args.k.dtype());
             device.v = at(place + k.len() as u64, len, args.k.dtype());
-            self.launch_append(cx, &device, &self.groups[index], first, count)?;
+            self.launch_append(cx, &device, index, Rows { first, count }, Counting::Once)?;
             first += count;
         }
-        if self.counts { self.read_counts(cx) } else { Ok(AppendCounts::default()) }
+        if !self.counts {
+            return Ok(AppendCounts::default());
+        }
+        self.read_counts(cx, Counting::Once)
     }
 
     /// [`crate::device::Device::attend`].

@@ -7,25 +7,33 @@ use super::bindings::{
 };
 use super::driver::Entered;
 use super::tables::Group;
-use super::{CudaDevice, host, params};
+use super::{Counting, CudaDevice, host, params};
 use crate::config::RopeStyle;
 use crate::device::plain::bytes_of;
 use crate::device::{DType, DeviceAppend, DeviceAttend, DeviceTensor, GatherArgs};
 use crate::error::DeviceError;
 use crate::plan::{CUDA_PAIR_BYTES, GroupLayout, Kv, LayerScales, SeqView};
 
+/// Rows of a step that go in one launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows {
+    pub(super) first: u32,
+    pub(super) count: u32,
+}
+
 impl CudaDevice {
-    /// Puts an append into the stream. The group's token slots are there.
-    ///
-    /// `first` is the token slot, by its index in the step, of the tensors' first row.
+    /// Puts an append into the stream. The group's token slots are there; `rows` are those that
+    /// the tensors have.
     pub(super) fn launch_append(
         &self,
         cx: &Entered<'_>,
         args: &DeviceAppend<'_>,
-        group: &Group,
-        first: u32,
-        tokens: u32,
+        group: usize,
+        rows: Rows,
+        counting: Counting,
     ) -> Result<(), DeviceError> {
+        let group = &self.groups[group];
+        let Rows { first, count: tokens } = rows;
         let workspace = self.workspace.address();
         let prepared = group.is_prepared(args.step);
         let (rope, rope_dims, [rope_cos, rope_sin]) = self.rope_of(args)?;
@@ -36,7 +44,7 @@ impl CudaDevice {
             v: args.v.address(),
             token_slots: workspace + group.tables.token_slots + u64::from(first) * 8,
             num_tokens_at: if prepared { workspace + group.tables.num_tokens } else { 0 },
-            counts: workspace + self.sizes.counts,
+            counts: self.counts_at(counting),
             positions: workspace + group.tables.positions + u64::from(first) * 4,
             rope_cos,
             rope_sin,
@@ -270,7 +278,7 @@ impl CudaDevice {
                 k,
                 v: k,
             };
-            self.launch_append(cx, &args, &self.groups[0], 0, 0)?;
+            self.launch_append(cx, &args, 0, Rows { first: 0, count: 0 }, Counting::Since)?;
         }
         let q = host::at(place, 0, DType::F32);
         let args = DeviceAttend {
@@ -303,7 +311,7 @@ impl CudaDevice {
         let gather =
             GatherArgs { view, layer: 0, kv: Kv::K, static_scale: 0.0, positions, out: &mut [] };
         self.launch_gather(cx, &self.gather_params(&self.groups[0], &gather))?;
-        let counts = self.workspace.address() + self.sizes.counts;
+        let counts = self.counts_at(Counting::Since);
         // SAFETY: one number of the workspace onto another; both are 0.
         unsafe { cx.copy(counts + 8, counts, 8, self.stream) }?;
         cx.record(&self.handover, self.stream)?;

@@ -24,6 +24,7 @@
 //! **Errors** of kernels show in a later call, as the driver has it.
 
 mod bindings;
+mod counts;
 mod driver;
 mod exports;
 mod gather;
@@ -45,8 +46,10 @@ pub use report::{CudaReport, DriverReport, GpuReport, report};
 use std::sync::Arc;
 
 use bindings::KvpoolCopyPair;
+use counts::Counting;
 use driver::{Context, Entered, Event, OwnStream, Stream};
 use kernels::{Kernels, Target};
+use launches::Rows;
 use memory::{DeviceMemory, PinnedMemory, Ring};
 use tables::Group;
 
@@ -57,7 +60,8 @@ use super::{
 };
 use crate::config::RopeStyle;
 use crate::error::DeviceError;
-use crate::plan::{CudaWorkspace, GroupLayout, LayerScales, Plan, Rope};
+use crate::plan::{CUDA_COUNTS_BYTES, CudaWorkspace, GroupLayout, LayerScales, Plan, Rope};
+use crate::units::Bytes;
 
 /// What tensors in device memory must be aligned to: the kernels read so many bytes at once.
 const TENSOR_ALIGN: u64 = 16;
@@ -87,41 +91,65 @@ pub struct CudaDevice {
     max_tokens: u64,
     /// Whether appends count something.
     counts: bool,
-    /// What they have counted, as far as it has been read back.
+    /// What those with tensors in device memory have counted, as far as it has been read back.
     counted: AppendCounts,
     plan_fingerprint: u64,
     context: Arc<Context>,
 }
 
 impl CudaDevice {
-    /// Allocates the pool and the workspace of a plan, and loads its kernels.
+    /// Loads the kernels of a plan, and allocates its pool and its workspace.
+    ///
+    /// `fits` is asked in between, with the bytes that are free then: kernels take some of them.
     ///
     /// # Errors
-    /// [`DeviceError::CudaOutOfMemory`] with the size and what the GPU has,
+    /// What `fits` says; [`DeviceError::CudaOutOfMemory`] with the size and what the GPU has,
     /// [`DeviceError::CudaNoKernel`], or what the driver says. Nothing stays allocated then.
-    pub fn open(plan: &Plan, gpu: &CudaGpu) -> Result<Self, DeviceError> {
-        let sizes = plan.cuda_workspace().map_err(|_| DeviceError::BadLayout)?;
+    pub fn open<E: From<DeviceError>>(
+        plan: &Plan,
+        gpu: &CudaGpu,
+        fits: impl FnOnce(Bytes) -> Result<(), E>,
+    ) -> Result<Self, E> {
         let context = &gpu.context;
         let cx = context.enter()?;
         let kernels =
             Kernels::load(context, &cx, &gpu.target, plan.format, plan.geometry.head_dim)?;
         let own_stream = OwnStream::new(context, &cx)?;
-        let pool = DeviceMemory::allocate(context, &cx, plan.pool_bytes)?;
-        let workspace = DeviceMemory::allocate(context, &cx, sizes.device_bytes)?;
-        let pinned = Arc::new(PinnedMemory::allocate(context, &cx, sizes.pinned_bytes)?);
+        fits(cx.memory()?.0)?;
+        let mut device = Self::allocate(plan, gpu, &cx, kernels, own_stream)?;
+        device.clear(&cx)?;
+        device.upload_rope(&cx, plan)?;
+        device.warm_up(&cx, &plan.groups[0].layout)?;
+        drop(cx);
+        Ok(device)
+    }
+
+    /// Allocates everything; nothing is in it yet.
+    fn allocate(
+        plan: &Plan,
+        gpu: &CudaGpu,
+        cx: &Entered<'_>,
+        kernels: Kernels,
+        own_stream: OwnStream,
+    ) -> Result<Self, DeviceError> {
+        let sizes = plan.cuda_workspace().map_err(|_| DeviceError::BadLayout)?;
+        let context = &gpu.context;
+        let pool = DeviceMemory::allocate(context, cx, plan.pool_bytes)?;
+        let workspace = DeviceMemory::allocate(context, cx, sizes.device_bytes)?;
+        let pinned = Arc::new(PinnedMemory::allocate(context, cx, sizes.pinned_bytes)?);
         let mut first = 0;
         let mut ring = |(slots, bytes): (u32, u64)| {
-            let ring = Ring::new(&pinned, &cx, first, slots, bytes);
+            let ring = Ring::new(&pinned, cx, first, slots, bytes);
             first += u64::from(slots) * bytes;
             ring
         };
         let [tables, pairs, tensors] = sizes.rings();
         let (table_ring, pair_ring, tensor_ring) = (ring(tables)?, ring(pairs)?, ring(tensors)?);
         let groups = plan.groups.iter().zip(&sizes.groups);
-        let mut device = Self {
+        Ok(Self {
             target: gpu.target,
             stream: own_stream.stream(),
-            handover: Event::new(context, &cx)?,
+            handover: Event::new(context, cx)?,
             own_stream,
             kernels,
             pool,
@@ -140,12 +168,7 @@ impl CudaDevice {
             counted: AppendCounts::default(),
             plan_fingerprint: plan.fingerprint(),
             context: Arc::clone(context),
-        };
-        device.clear(&cx)?;
-        device.upload_rope(&cx, plan)?;
-        device.warm_up(&cx, &plan.groups[0].layout)?;
-        drop(cx);
-        Ok(device)
+        })
     }
 
     /// Zeroes the pool, as the operating system does for the CPU's, and the counts.
@@ -153,8 +176,9 @@ impl CudaDevice {
         let Self { pool, stream, .. } = self;
         // SAFETY: the whole pool.
         unsafe { cx.fill(pool.address(), 0, pool.bytes().get(), *stream) }?;
-        // SAFETY: two numbers of the workspace.
-        unsafe { cx.fill(self.workspace.address() + self.sizes.counts, 0, 16, *stream) }?;
+        let counts = self.counts_at(Counting::Since);
+        // SAFETY: four numbers of the workspace, those of host appends behind the others.
+        unsafe { cx.fill(counts, 0, 2 * CUDA_COUNTS_BYTES, *stream) }?;
         cx.wait_for_stream(*stream)
     }
 
@@ -183,27 +207,16 @@ impl CudaDevice {
         }
     }
 
-    /// Reads back what the appends have counted, and gives what is new. Waits for the stream.
-    fn read_counts(&mut self, cx: &Entered<'_>) -> Result<AppendCounts, DeviceError> {
-        cx.no_capture(self.stream)?;
-        if !self.counts {
-            cx.wait_for_stream(self.stream)?;
-            return Ok(AppendCounts::default());
-        }
-        let from = self.workspace.address() + self.sizes.counts;
-        let mut now = [0_u8; 16];
-        // SAFETY: two numbers of the workspace; the place is waited for before it is used.
-        unsafe { cx.download(now.as_mut_ptr(), from, now.len(), self.stream) }?;
-        cx.wait_for_stream(self.stream)?;
-        let number =
-            |at: usize| now[at..at + 8].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b));
-        let now = AppendCounts { nonfinite: number(0), saturated: number(8) };
-        let new = AppendCounts {
-            nonfinite: now.nonfinite - self.counted.nonfinite,
-            saturated: now.saturated - self.counted.saturated,
-        };
-        self.counted = now;
-        Ok(new)
+    /// Refuses a kernel of a step that is not prepared while the stream is captured, its tables
+    /// uploaded or not: it is told how many tokens there are, and a graph would repeat that number
+    /// with the tokens of later steps.
+    fn keep_out_of_graphs(
+        &self,
+        cx: &Entered<'_>,
+        index: usize,
+        step: u64,
+    ) -> Result<(), DeviceError> {
+        if self.groups[index].is_prepared(step) { Ok(()) } else { cx.no_capture(self.stream) }
     }
 
     /// Makes the copies that were noted down for some groups.
@@ -336,8 +349,14 @@ impl Device for CudaDevice {
             lse: None,
         };
         self.groups[index].prepared = step;
-        self.upload_slots(&cx, index, &append)?;
-        self.upload_lists(&cx, index, &attend, 0..tokens)
+        let uploaded = self
+            .upload_slots(&cx, index, &append)
+            .and_then(|()| self.upload_lists(&cx, index, &attend, 0..tokens));
+        if uploaded.is_err() {
+            // What an earlier call of the step has left there is not what a graph may read.
+            self.groups[index].prepared = 0;
+        }
+        uploaded
     }
 
     fn upload_tables(&mut self, args: &TablesUpload<'_>) -> Result<DeviceTables, DeviceError> {
@@ -356,10 +375,11 @@ impl Device for CudaDevice {
         if tokens == 0 {
             return Ok(());
         }
+        self.keep_out_of_graphs(&cx, index, args.step)?;
         if args.step == 0 || self.groups[index].slots_of != args.step {
             self.upload_slots(&cx, index, args)?;
         }
-        self.launch_append(&cx, args, &self.groups[index], 0, tokens)
+        self.launch_append(&cx, args, index, Rows { first: 0, count: tokens }, Counting::Since)
     }
 
     fn attend_device(&mut self, args: &DeviceAttend<'_>) -> Result<(), DeviceError> {
@@ -373,6 +393,7 @@ impl Device for CudaDevice {
         let index = self.group_of(args.layout, args.layer)?;
         let row = u64::from(args.num_q_heads) * u64::from(args.layout.head_dim);
         let rows = args.out.len() as u64 / row.max(1);
+        self.keep_out_of_graphs(&cx, index, args.step)?;
         if args.step == 0 || self.groups[index].lists_of != args.step {
             self.upload_lists(&cx, index, args, 0..tables::checked(rows, self.max_tokens)?)?;
         }
@@ -385,7 +406,7 @@ impl Device for CudaDevice {
     }
 
     fn set_stream(&mut self, stream: CudaStream) -> Result<(), DeviceError> {
-        self.change_stream(Stream::foreign(stream.as_ptr()))
+        self.change_stream(Stream::foreign(stream.as_ptr())?)
     }
 
     fn leave_stream(&mut self) -> Result<(), DeviceError> {
@@ -398,7 +419,7 @@ impl Device for CudaDevice {
 
     fn synchronize(&mut self) -> Result<AppendCounts, DeviceError> {
         let context = Arc::clone(&self.context);
-        self.read_counts(&context.enter()?)
+        self.new_counts(&context.enter()?)
     }
 
     fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {

@@ -19,8 +19,8 @@ use crate::plan::{
 };
 use crate::units::Bytes;
 
-/// Bytes of the numbers ahead of the token slots, and of the sequences.
-const COUNTS_BYTES: usize = 16;
+/// Bytes of the numbers ahead of the token slots, and of the sequences; and of what appends count.
+pub(super) const COUNTS_BYTES: usize = 16;
 const _: () = assert!(COUNTS_BYTES as u64 == CUDA_COUNTS_BYTES);
 
 /// One layer group, as the kernels know it, and what was uploaded for it.

@@ -63,16 +63,18 @@ impl Clock {
                     u64::from(window) - 1 + u64::from(rows) + u64::from(share.sink_tokens);
                 visible.min(len)
             });
-            self.bytes += share.bytes_per_token * (seen + u64::from(rows));
+            let bytes = share.bytes_per_token.saturating_mul(seen + u64::from(rows));
+            self.bytes = self.bytes.saturating_add(bytes);
         }
         self.tokens += u64::from(rows);
     }
 
     /// How long the step takes. `copied` bytes have been copied within the pool so far.
     pub(super) fn took_ns(&mut self, copied: u64) -> u64 {
-        let moved = self.weight_bytes + self.bytes + 2 * (copied - self.copied);
+        let copied_now = u128::from(copied - self.copied);
         self.copied = copied;
-        let moving = (u128::from(moved) * 1_000_000_000).div_ceil(self.bandwidth);
+        let moved = u128::from(self.weight_bytes) + u128::from(self.bytes) + 2 * copied_now;
+        let moving = (moved * 1_000_000_000).div_ceil(self.bandwidth);
         let computing = (u128::from(self.tokens) * u128::from(self.token_ps)).div_ceil(1000);
         let total = u128::from(self.step_ns) + computing + moving;
         u64::try_from(total).unwrap_or(u64::MAX)
@@ -123,5 +125,10 @@ mod tests {
         assert_eq!(clock.took_ns(100), 3000 + 500 + 1000 + 64 * (3 + 1) * 2 + 200);
         clock.clear();
         assert_eq!(clock.took_ns(100), 3000 + 1000);
+        // What takes longer than the clock can tell takes as long as it can.
+        let endless = CostConfig { bandwidth: Bytes(1), weight_bytes: Bytes(1 << 62), ..cost };
+        let mut clock = Clock::new(&endless, &plan);
+        clock.add(2, 1);
+        assert_eq!(clock.took_ns(u64::MAX), u64::MAX);
     }
 }

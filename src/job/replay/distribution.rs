@@ -13,22 +13,33 @@ const CURVE: usize = 50;
 
 /// Counts times. Allocates nothing after [`Times::new`].
 #[derive(Debug)]
-pub(super) struct Times(Option<Histogram<u64>>);
+pub(super) struct Times {
+    histogram: Option<Histogram<u64>>,
+    cut: u64,
+}
 
 impl Times {
     pub(super) fn new() -> Self {
         // The bounds are in order, so there is a histogram.
-        Self(Histogram::new_with_bounds(1, MAX_US, 3).ok())
+        Self { histogram: Histogram::new_with_bounds(1, MAX_US, 3).ok(), cut: 0 }
     }
 
     pub(super) fn add_ns(&mut self, ns: u64) {
-        if let Some(histogram) = &mut self.0 {
-            histogram.saturating_record((ns.saturating_add(500) / 1000).max(1));
+        let us = (ns.saturating_add(500) / 1000).max(1);
+        self.cut += u64::from(us > MAX_US);
+        if let Some(histogram) = &mut self.histogram {
+            histogram.saturating_record(us);
         }
     }
 
+    /// How many were longer than is told apart: they count as the longest that is.
+    pub(super) fn cut(&self) -> u64 {
+        self.cut
+    }
+
     pub(super) fn summary(&self) -> Summary {
-        let Some(histogram) = self.0.as_ref().filter(|histogram| !histogram.is_empty()) else {
+        let Some(histogram) = self.histogram.as_ref().filter(|histogram| !histogram.is_empty())
+        else {
             return Summary::default();
         };
         let ms = |us: u64| float(us) / 1000.0;

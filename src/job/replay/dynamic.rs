@@ -271,7 +271,7 @@ impl<'a> Dynamic<'a> {
         self.meters.step(began_ns, took_ns, &gauges);
         let Self { meters, running, bytes_per_token, heap, .. } = self;
         if meters.album.is_fuller(held) {
-            meters.album.take(began_ns + took_ns, held, |cells, per_cell| {
+            meters.album.take(began_ns.saturating_add(took_ns), held, |cells, per_cell| {
                 for (index, cell) in (0_u64..).zip(&mut *cells) {
                     cell.total = per_cell.min(heap.bytes - index * per_cell);
                 }

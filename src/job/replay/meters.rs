@@ -7,6 +7,7 @@ use super::series::{Point, Series};
 use crate::config::GoalsConfig;
 use crate::job::meter::{float, mean};
 use crate::job::work::Served;
+use crate::units::counted;
 
 /// The memory at one moment, in bytes, and who runs.
 #[derive(Clone, Copy, Debug)]
@@ -91,16 +92,16 @@ impl Meters {
             (&mut sums.slot_waste, gauges.slot_waste),
             (&mut sums.running, gauges.running as u64),
         ] {
-            *sum += time * u128::from(value);
+            *sum = sum.saturating_add(time * u128::from(value));
         }
-        self.busy_ns += took_ns;
+        self.busy_ns = self.busy_ns.saturating_add(took_ns);
         self.steps += 1;
         self.peak_running = self.peak_running.max(gauges.running);
         self.peak_used = self.peak_used.max(gauges.used);
         self.peak_held = self.peak_held.max(gauges.held);
         self.step.add_ns(took_ns);
         self.series.offer(|| Point {
-            at_s: float(began_ns + took_ns) / 1e9,
+            at_s: float(began_ns.saturating_add(took_ns)) / 1e9,
             used: gauges.used,
             held: gauges.held,
             promised: gauges.promised,
@@ -157,7 +158,7 @@ impl Meters {
         result.mean_slot_waste_bytes = of(sums.slot_waste);
         let waste = sums.held.saturating_sub(sums.used).saturating_sub(sums.slot_waste);
         result.mean_block_waste_bytes = of(waste);
-        let taken = of(sums.held + sums.promised);
+        let taken = of(sums.held.saturating_add(sums.promised));
         result.utilization = if taken > 0.0 { of(sums.used) / taken } else { 0.0 };
         result.requests_completed = self.completed;
         result.output_tokens = self.output_tokens;
@@ -172,5 +173,20 @@ impl Meters {
         result.step_ms = self.step.summary();
         result.series = self.series.finish();
         result.picture = self.album.finish();
+        let times = [&self.queue, &self.first_token, &self.token, &self.latency, &self.step];
+        let cut: u64 = times.iter().map(|times| times.cut()).sum();
+        if cut > 0 {
+            result.problems.push(format!(
+                "{} of more than eleven days count as eleven days",
+                counted(cut, "time")
+            ));
+        }
+        if end_ns == u64::MAX {
+            result.problems.push(
+                "the simulated clock reached its end, after 584 years: no time of this replay is right; check \
+                 [cost] and the workload's arrivals"
+                    .to_owned(),
+            );
+        }
     }
 }

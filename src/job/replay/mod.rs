@@ -83,8 +83,8 @@ pub fn replay(
         return Err(JobError::Computes { path: source.path.clone() });
     }
     let mut requests = workload::requests(workload)?;
-    let tokens = requests.take_tokens(workload.seed);
     let summary = summarize(&requests);
+    let tokens = requests.take_tokens(workload.seed);
     let shared = Shared {
         geometry: &source.geometry,
         requests: requests.list,
@@ -176,8 +176,9 @@ fn threads(config: &Config) -> usize {
     }
 }
 
-/// Counts what the requests bring.
+/// Counts what the requests bring. Of prompts with hashes, before these are taken.
 pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
+    let digest = format!("{:016x}", requests.digest());
     let damaged = (requests.damaged_lines, requests.first_damaged.clone());
     let capped_outputs = requests.capped_outputs;
     let requests = &requests.list;
@@ -196,11 +197,12 @@ pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
         damaged_lines: damaged.0,
         first_damaged: damaged.1,
         capped_outputs,
+        digest,
     }
 }
 
-/// A hash of a variant's settings, the model and what the workload came to: results with the same
-/// are results of the same replay. Where it runs is no part of it.
+/// A hash of a variant's settings, the model and every request of the workload: results with the
+/// same are results of the same replay. Where it runs, and where a trace lies, is no part of it.
 pub(super) fn fingerprint(
     name: &str,
     config: &Config,

@@ -50,6 +50,10 @@ pub struct WorkloadSummary {
     /// become, since nothing says how long they are.
     #[serde(default, skip_serializing_if = "is_none")]
     pub capped_outputs: u64,
+    /// A hash of all requests, in hexadecimal digits: lengths, arrivals, contents, their order.
+    /// Empty in results of a kvpool that did not write it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub digest: String,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]

@@ -94,7 +94,7 @@ impl Work for Simulated<'_> {
         };
         self.meters.step(moment.began_ns, moment.took_ns, &gauges);
         if self.meters.album.is_fuller(held) {
-            self.meters.album.draw(moment.began_ns + moment.took_ns, held, cache);
+            self.meters.album.draw(moment.began_ns.saturating_add(moment.took_ns), held, cache);
         }
     }
 

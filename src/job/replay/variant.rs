@@ -200,7 +200,7 @@ impl<'a> Replayer<'a> {
         result.computed_tokens = stats.tokens_appended;
         result.evictions = stats.evictions;
         result.copied_bytes = stats.copied_bytes.get();
-        result.problems = self.problems(&scheduler);
+        result.problems.extend(self.problems(&scheduler));
         Ok(true)
     }
 

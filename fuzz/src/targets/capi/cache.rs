@@ -27,16 +27,22 @@ fn toml(input: &Input) -> String {
     let admission =
         ["guaranteed", "max-utilization", "static-batch"][usize::from(input.admission) % 3];
     let scrub = ["off", "on-release", "on-reuse"][usize::from(input.scrub) % 3];
-    let windows = ["[0, 0]", "[0, 9]", "[9, 9]"][usize::from(input.windows) % 3];
-    let hybrid = if mode == "hybrid" { ", hybrid = { contiguous_layers = [0] }" } else { "" };
+    let windows = [[0, 0], [0, 9], [9, 9]][usize::from(input.windows) % 3];
+    let (paged, hybrid) = match mode {
+        "paged" => (&windows[..], ""),
+        "hybrid" => (&windows[1..], ", hybrid = { contiguous_layers = [0] }"),
+        _ => (&windows[..0], ""),
+    };
+    // Events are for blocks of layers that have no window.
+    let events = if paged.contains(&0) { 32 } else { 0 };
     let capacity = if mode == "contiguous" { "worst-case" } else { "blocks:12" };
     format!(
         "model = {{ num_layers = {LAYERS}, num_q_heads = {Q_HEADS}, num_kv_heads = {KV_HEADS}, \
-           head_dim = {HEAD_DIM}, attention_window = {windows} }}\n\
+           head_dim = {HEAD_DIM}, attention_window = {windows:?} }}\n\
          limits = {{ max_seqs = 4, max_seq_len = 64, max_batch_tokens = {MAX_TOKENS}, \
            max_step_tokens = 9, max_rewind_tokens = 4 }}\n\
          cache = {{ mode = '{mode}', format = '{format}', admission = '{admission}', \
-           tokens_per_block = 8, event_buffer = 32{scale}{hybrid} }}\n\
+           tokens_per_block = 8, event_buffer = {events}{scale}{hybrid} }}\n\
          pool = {{ capacity = '{capacity}', scrub = '{scrub}' }}\n\
          device = {{ threads = 1 }}"
     )
@@ -58,8 +64,8 @@ impl Opened {
     }
 }
 
-/// `None` where settings do not go together.
-pub(super) fn open(input: &Input) -> Option<Opened> {
+/// Every shape is one that opens; `KVPOOL_FUZZ=shapes` tries them all.
+pub(super) fn open(input: &Input) -> Opened {
     let text = toml(input);
     let (mut config, mut plan, mut cache): (kvpool_config_t, kvpool_plan_t, kvpool_cache_t) =
         (zeroed(), zeroed(), zeroed());
@@ -74,15 +80,13 @@ pub(super) fn open(input: &Input) -> Option<Opened> {
             &mut config,
         )
     };
-    if parsed != KVPOOL_OK {
-        return None;
-    }
+    assert_eq!(parsed, KVPOOL_OK, "{text}");
     // SAFETY: places.
     unsafe {
         assert_eq!(kvpool_plan_new(config, &mut plan), KVPOOL_OK, "{text}");
-        assert_eq!(kvpool_cache_open(plan, &mut cache), KVPOOL_OK);
+        assert_eq!(kvpool_cache_open(plan, &mut cache), KVPOOL_OK, "{text}");
     }
-    Some(Opened { config, plan, cache })
+    Opened { config, plan, cache }
 }
 
 pub(super) fn text(cache: kvpool_cache_t, as_json: bool, capacity: u8) -> kvpool_status_t {

@@ -196,3 +196,27 @@ pub(crate) struct Input {
     pub(super) beside: Vec<Op>,
     pub(super) ops: Vec<Op>,
 }
+
+impl Input {
+    /// Inputs of no calls, of all shapes.
+    pub(super) fn shapes() -> impl Iterator<Item = Self> {
+        (0..3 * 5 * 3 * 3 * 3_u16).map(|number| {
+            let mut rest = number;
+            let mut next = |count: u16| {
+                let choice = rest % count;
+                rest /= count;
+                u8::try_from(choice).expect("few")
+            };
+            Self {
+                mode: next(3),
+                format: next(5),
+                admission: next(3),
+                scrub: next(3),
+                windows: next(3),
+                two: 0,
+                beside: Vec::new(),
+                ops: Vec::new(),
+            }
+        })
+    }
+}

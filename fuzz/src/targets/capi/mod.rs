@@ -137,9 +137,16 @@ fn calls(opened: &Opened, ops: &[Op], shared: &Mutex<Handles>, alone: bool) {
     }
 }
 
+/// Opens a cache of each shape that an input can choose.
+pub(super) fn open_all() {
+    for input in Input::shapes() {
+        run(&input);
+    }
+}
+
 /// Runs one input.
 pub(super) fn run(input: &Input) {
-    let Some(opened) = cache::open(input) else { return };
+    let opened = cache::open(input);
     let cache = opened.cache;
     let two = input.two.is_multiple_of(4) && !input.beside.is_empty();
     let shared = Mutex::new(Handles::default());

@@ -12,6 +12,9 @@ use super::input::{Name, Shape};
 use super::texts::{HEAD_DIM, stored, text, token};
 
 const LAYERS: usize = 3;
+const WINDOWS: [[u32; LAYERS]; 3] = [[0, 0, 0], [20, 0, 12], [9, 9, 9]];
+/// Windows, and whether there are sinks.
+pub(super) const MODELS: u8 = 6;
 pub(super) const REWIND: u32 = 4;
 
 fn key_part(number: u8) -> Option<KeyPart> {
@@ -32,35 +35,61 @@ impl Name {
 
 impl Shape {
     pub(super) fn per_block(self) -> u32 {
-        [8, 4, 16, 2][usize::from(self.per_block) % 4]
+        [8, 32, 16, 128][usize::from(self.per_block) % 4]
     }
 
-    /// An empty cache; `None` where settings do not go together.
-    pub(super) fn open(self, model: u8) -> Option<Cache> {
+    /// An empty cache. Every shape is one that opens; `KVPOOL_FUZZ=shapes` tries them all.
+    pub(super) fn open(self, model: u8) -> Cache {
         let mode = ["paged", "contiguous", "hybrid"][usize::from(self.mode) % 3];
-        let windows = ["[0, 0, 0]", "[20, 0, 12]", "[9, 9, 9]"][usize::from(model) % 3];
-        let sinks = [0, 2][usize::from(model / 3) % 2];
+        let windows = WINDOWS[usize::from(model) % 3];
         let longest = [64, 40, 19][usize::from(self.longest) % 3];
-        let hybrid = if mode == "hybrid" { ", hybrid = { contiguous_layers = [0] }" } else { "" };
+        let sees_all = |window: &u32| *window == 0 || *window >= longest;
+        // Sinks are for windows, and events for blocks of layers that have none.
+        let sinks = if windows == [0; LAYERS] { 0 } else { [0, 2][usize::from(model / 3) % 2] };
+        let (paged, hybrid) = match mode {
+            "paged" => (&windows[..], ""),
+            "hybrid" => (&windows[1..], ", hybrid = { contiguous_layers = [0] }"),
+            _ => (&windows[..0], ""),
+        };
+        let events = if paged.iter().any(sees_all) { 32 } else { 0 };
+        let per_block = self.per_block();
         let capacity = match mode {
             "contiguous" => "worst-case".to_owned(),
-            _ => format!("blocks:{}", 64 / self.per_block() + u32::from(self.blocks) % 24),
+            _ => format!("blocks:{}", 64_u32.div_ceil(per_block) + u32::from(self.blocks) % 24),
         };
         let scrub = ["off", "on-release", "on-reuse"][usize::from(self.scrub) % 3];
-        let per_block = self.per_block();
         let toml = format!(
             "model = {{ num_layers = {LAYERS}, num_q_heads = 1, num_kv_heads = 1, \
-               head_dim = {HEAD_DIM}, attention_window = {windows}, sink_tokens = {sinks} }}\n\
+               head_dim = {HEAD_DIM}, attention_window = {windows:?}, sink_tokens = {sinks} }}\n\
              limits = {{ max_seqs = 4, max_seq_len = {longest}, max_batch_tokens = 32, \
                max_step_tokens = 8, max_rewind_tokens = {REWIND} }}\n\
              cache = {{ mode = '{mode}', format = 'f16', tokens_per_block = {per_block}, \
-               event_buffer = 32, prefix_reuse = true{hybrid} }}\n\
+               event_buffer = {events}, prefix_reuse = true{hybrid} }}\n\
              pool = {{ capacity = '{capacity}', scrub = '{scrub}' }}\n\
              device = {{ threads = 1 }}"
         );
-        let source = parse(&toml, Path::new("fuzz.toml"), &[]).ok()?;
-        let plan = Plan::new(&source.config, &source.geometry).ok()?;
-        Some(Cache::open_on_cpu(plan, &source.config.device, None).expect("it is small"))
+        let source = parse(&toml, Path::new("fuzz.toml"), &[]).expect("a shape");
+        let plan = Plan::new(&source.config, &source.geometry).expect("a shape");
+        Cache::open_on_cpu(plan, &source.config.device, None).expect("it is small")
+    }
+
+    /// All shapes; of the numbers of blocks, the fewest and the most.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        (0..3 * 4 * 3 * 2 * 3_u16).map(|number| {
+            let mut rest = number;
+            let mut next = |count: u16| {
+                let choice = rest % count;
+                rest /= count;
+                u8::try_from(choice).expect("few")
+            };
+            Self {
+                mode: next(3),
+                per_block: next(4),
+                longest: next(3),
+                blocks: 23 * next(2),
+                scrub: next(3),
+            }
+        })
     }
 }
 

@@ -7,17 +7,21 @@ use std::sync::{LazyLock, Mutex};
 use kvpool::cache::SaveOptions;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::cache::{REWIND, pass};
+use super::cache::{MODELS, REWIND, pass};
 use super::input::{Edit, Input, Name, Record, Shape};
 use super::record::Written;
 
-/// A save of an old cache: of a sequence, or of prefixes.
+/// A save of an old cache: of a sequence, or of prefixes. `None` where prefixes are not shared, or
+/// have no room.
 pub(super) fn saved(
     (model, old, sequence): (u8, Shape, bool),
     texts: u8,
     path: &Path,
 ) -> Option<Vec<u8>> {
-    let mut cache = old.open(model)?;
+    let mut cache = old.open(model);
+    if !sequence && !cache.plan().reuse.is_on() {
+        return None;
+    }
     let longest = cache.plan().limits.max_seq_len;
     if sequence {
         let name = Name([texts % 4, 0, 0]).namespace(u32::from(texts) % 24);
@@ -41,35 +45,34 @@ pub(super) fn saved(
 }
 
 /// A header of the old cache, whose records are of a sequence or of prefixes as the input says.
-fn header(input: &Input, path: &Path) -> Option<Vec<u8>> {
+fn header(input: &Input, path: &Path) -> Vec<u8> {
     static HEADERS: LazyLock<Mutex<HashMap<u8, Vec<u8>>>> = LazyLock::new(Mutex::default);
     let mut headers = HEADERS.lock().expect("one thread");
-    let mut header = match headers.get(&(input.model % 6)) {
-        Some(header) => header.clone(),
-        None => {
-            let all = saved((input.model, input.old, false), 0, path)?;
-            let len = usize::from(u16::from_le_bytes([all[12], all[13]]));
-            headers.insert(input.model % 6, all[..len].to_vec());
-            all[..len].to_vec()
-        }
-    };
+    let model = input.model % MODELS;
+    // It does not depend on the shape but for what is set below, nor, so, on earlier inputs.
+    let header = headers.entry(model).or_insert_with(|| {
+        let all = saved((model, Shape::default(), true), 0, path).expect("a sequence fits");
+        let len = usize::from(u16::from_le_bytes([all[12], all[13]]));
+        all[..len].to_vec()
+    });
+    let mut header = header.clone();
     header[16..20].copy_from_slice(&(if input.sequence { 1_u32 } else { 2 }).to_le_bytes());
     header[48..52].copy_from_slice(&input.old.per_block().to_le_bytes());
     let end = header.len() - 8;
     let sum = xxh3_64(&header[..end]);
     header[end..].copy_from_slice(&sum.to_le_bytes());
-    Some(header)
+    header
 }
 
 /// A file of such records: the header of the old cache, and the end that they ask for.
-pub(super) fn written(input: &Input, records: &[Record], path: &Path) -> Option<Vec<u8>> {
-    let mut file = header(input, path)?;
+pub(super) fn written(input: &Input, records: &[Record], path: &Path) -> Vec<u8> {
+    let mut file = header(input, path);
     let mut written = Written::new(input.sequence, input.old.per_block());
     for one in records.iter().take(40) {
         file.extend(written.record(*one));
     }
     file.extend(written.end());
-    Some(file)
+    file
 }
 
 /// Where the records of a file begin, the header first, and its end.

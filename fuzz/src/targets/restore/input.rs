@@ -21,7 +21,7 @@ pub(crate) struct Input {
 }
 
 /// What may differ between the cache of a save and that of its restore.
-#[derive(Clone, Copy, Debug, Arbitrary)]
+#[derive(Clone, Copy, Debug, Default, Arbitrary)]
 pub(super) struct Shape {
     pub(super) mode: u8,
     pub(super) per_block: u8,

@@ -18,13 +18,26 @@ mod texts;
 
 use std::sync::{LazyLock, Mutex};
 
-use kvpool::cache::{Cache, RestoreOptions, SeqHandle};
+use kvpool::cache::{Cache, Namespace, RestoreOptions, SeqHandle};
 
 use crate::scratch::Scratch;
 
-use cache::{REWIND, check, fill, furnish, pass};
+use cache::{MODELS, REWIND, check, fill, furnish, pass};
 use file::{edit, saved, written};
-use input::{File, Input, Name};
+use input::{File, Input, Name, Shape};
+
+/// Opens a cache of each shape that an input can choose, and computes the longest sequence in it.
+pub(super) fn open_all() {
+    for shape in Shape::all() {
+        for model in 0..MODELS {
+            let mut cache = shape.open(model);
+            let longest = cache.plan().limits.max_seq_len;
+            let sequence = pass(&mut cache, 0, longest, Namespace::default(), true);
+            let len = sequence.map(|sequence| cache.seq_len(sequence).expect("alive"));
+            assert_eq!(len, Some(longest), "{shape:?} of model {model}");
+        }
+    }
+}
 
 /// Runs one input.
 pub(super) fn run(input: &Input) {
@@ -33,7 +46,7 @@ pub(super) fn run(input: &Input) {
     let other = scratch.fill(&[]).with_extension("written");
     let file = match &input.file {
         File::Saved(texts) => saved((input.model, input.old, input.sequence), *texts, &other),
-        File::Records(records) => written(input, records, &other),
+        File::Records(records) => Some(written(input, records, &other)),
     };
     let _ = std::fs::remove_file(&other);
     let Some(mut file) = file else { return };
@@ -42,7 +55,7 @@ pub(super) fn run(input: &Input) {
         file.truncate(cut.into());
     }
     let path = scratch.fill(&file);
-    let Some(mut cache) = input.new.open(input.model) else { return };
+    let mut cache = input.new.open(input.model);
     furnish(&mut cache, input.before);
     check(&cache);
     let known = input.edits.is_empty();

@@ -166,6 +166,7 @@ impl Products {
     ) -> Result<(), DeviceError> {
         let Some(depth) = parts.first().map(|(weights, _)| weights.depth) else { return Ok(()) };
         let rows = x.len() / depth;
+        assert_eq!(x.len(), rows * depth, "x is [rows, depth]");
         for (weights, out) in parts.iter() {
             assert_eq!(weights.depth, depth, "matrices of one call have one depth");
             assert_eq!(out.len(), rows * weights.columns, "out is [rows, columns]");

@@ -86,8 +86,21 @@ fn token_by_token_changes_no_bit() {
 fn rows_at_once_change_no_bit() {
     // Prefills of all at once, in chunks, and with few and many threads, which make blocks of
     // different heights; heads that fill lines and blocks and some that do not.
-    let shapes =
-        [(1, 64), (1, 16), (2, 64), (3, 96), (4, 128), (5, 32), (8, 72), (5, 24), (1, 8), (40, 64)];
+    let shapes = [
+        (1, 64),
+        (1, 16),
+        (1, 48),
+        (2, 64),
+        (2, 48),
+        (3, 96),
+        (4, 128),
+        (5, 32),
+        (8, 72),
+        (5, 24),
+        (1, 8),
+        (1, 112),
+        (40, 64),
+    ];
     for kernel in kernels() {
         for (i, (group, head_dim)) in shapes.into_iter().enumerate() {
             for (j, format) in FORMATS.into_iter().enumerate() {

@@ -91,8 +91,9 @@ impl Entered<'_> {
     /// Puts a copy from the host into a stream.
     ///
     /// # Safety
-    /// `from` is pinned memory that nobody writes or frees before the copy is done; the
-    /// destination is device memory of at least so many bytes.
+    /// `from` is pinned memory that nobody writes or frees before the copy is done, or other memory
+    /// that nobody writes or frees before the stream was waited for; the destination is device
+    /// memory of at least so many bytes.
     pub(in crate::device::cuda) unsafe fn upload(
         &self,
         to: u64,
@@ -108,8 +109,9 @@ impl Entered<'_> {
     /// Puts a copy to the host into a stream.
     ///
     /// # Safety
-    /// `to` is pinned memory of at least `len` bytes that nobody reads, writes or frees before the
-    /// copy is done; the source is device memory of at least so many bytes.
+    /// `to` is memory of at least `len` bytes: pinned, and nobody reads, writes or frees it before
+    /// the copy is done; or other memory, the same before the stream was waited for. The source is
+    /// device memory of at least so many bytes.
     pub(in crate::device::cuda) unsafe fn download(
         &self,
         to: *mut u8,

@@ -66,6 +66,9 @@ const EMULATOR_SYMBOL: &str = "kvpool_emu_version";
 const STREAM_NON_BLOCKING: u32 = 1;
 const EVENT_DISABLE_TIMING: u32 = 2;
 
+/// `CU_STREAM_PER_THREAD`: a handle that stands for a stream of whichever thread makes the call.
+const STREAM_PER_THREAD: usize = 2;
+
 /// Makes an error of what a call gave.
 fn check(call: &'static str, result: CUresult) -> Result<(), DeviceError> {
     check_sized(call, Bytes::ZERO, result)
@@ -274,8 +277,14 @@ unsafe impl Send for Stream {}
 
 impl Stream {
     /// A stream that someone else made; null is the default stream.
-    pub(super) const fn foreign(stream: *mut c_void) -> Self {
-        Self(stream.cast())
+    ///
+    /// # Errors
+    /// [`DeviceError::CudaStreamOfThread`]
+    pub(super) fn foreign(stream: *mut c_void) -> Result<Self, DeviceError> {
+        if stream.addr() == STREAM_PER_THREAD {
+            return Err(DeviceError::CudaStreamOfThread);
+        }
+        Ok(Self(stream.cast()))
     }
 }
 
