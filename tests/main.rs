@@ -13,7 +13,6 @@ mod accuracy;
 mod build_script;
 mod capi;
 mod cli;
-mod cli_replay;
 mod common;
 mod config;
 mod cuda;

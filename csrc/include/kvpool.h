@@ -13,16 +13,17 @@
  * that fails has changed nothing: no sequence, block, counter or event, unless its comment says so,
  * and has written none of its outputs. (Those that begin sequences count what they refuse: refused_... of
  * kvpool_stats_t.) KVPOOL_DEVICE alone is another matter, since the device failed on the way: sequences, their
- * tokens and what is promised are as before, but cached blocks that were evicted or taken over for the call are
- * not found again, with their events, free and cached blocks may have another order, and the outputs of attend,
- * export and read are not valid. A status keeps its number for ever; one that is retired is not
- * used again. A later library may give statuses that this header does not know.
+ * tokens and what is promised are as before, but cached blocks and slots whose tokens were given up for the
+ * call are not found again, with their events, counters of evictions and copies have counted them, free and
+ * cached blocks may have another order, and the outputs of attend, export and read are not valid. A status
+ * keeps its number for ever; one that is retired is not used again. A later library may give statuses that
+ * this header does not know.
  *
  * Panics. A defect of kvpool that would end a Rust program gives KVPOOL_PANIC (in a kernel of the CPU device:
- * KVPOOL_DEVICE, and nothing is poisoned). If it was met in a
- * verb or a reader of a cache, the cache is poisoned: its state is not to be trusted, and every later call
- * with it gives KVPOOL_POISONED, kvpool_cache_close excepted. Other caches are not concerned. Nothing is
- * thrown through this interface, and nothing may be thrown or longjmp'ed out of a callback.
+ * KVPOOL_DEVICE, and nothing is poisoned). If it was met in a verb or a reader of a cache, the cache is
+ * poisoned: its state is not to be trusted, and every later call with it gives KVPOOL_POISONED,
+ * kvpool_cache_close excepted. Other caches are not concerned. Nothing is thrown through this interface, and
+ * nothing may be thrown or longjmp'ed out of a callback.
  *
  * Ownership. Handles are values of 16 bytes that hold a kind, a generation and a place; copy them as you
  * like. All zeros is no object. A handle of something that is gone, was never given out, is of another
@@ -50,8 +51,8 @@
  * those who come later, so none is kept out. A callback may call no verb and no reader, of any cache
  * (KVPOOL_BUSY): so different caches never wait for each other. A cache is not tied to the thread that opened it.
  *
- * After fork(2), whatever other threads were doing, the child of a process that had opened a cache may close
- * caches, or end, and nothing else: the worker threads are not there. It waits for nobody: closing gives
+ * After fork(2) the child of a process that had opened a cache may close caches, or end, and nothing else: the
+ * worker threads are not there. On Linux it waits for nobody, whatever other threads were doing: closing gives
  * KVPOOL_OK, and everything else that takes a handle KVPOOL_STALE_HANDLE.
  *
  * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;

@@ -28,7 +28,8 @@
 //
 // Threads. As in kvpool.h. Its "any" and "reader" are here the const functions of Cache and Sequence, which
 // every thread may call beside a verb; all others, those of Step included, are verbs, one at a time. An owner
-// itself is an ordinary object: not to be moved or ended by one thread while another uses it.
+// itself is an ordinary object: not to be moved or ended by one thread while another uses it. In the child of a
+// fork nothing may be called but Cache::close; owners may end.
 //
 // Memory. Nothing here allocates but texts (std::string), Config::load and Config::parse, begin_batch of more
 // than 64 sequences, and for a moment the making of an Error's message; below it, what kvpool.h names.

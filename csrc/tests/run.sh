@@ -31,7 +31,7 @@ export -f build
 
 # What they say, one after the other, also when one of them fails.
 run() {
-    $CXX $FLAGS "$2/$1.o" "$2"/*.cu.o -o "$2/$1" && "$2/$1" > "$2/$1.log" 2>&1
+    { $CXX $FLAGS "$2/$1.o" "$2"/*.cu.o -o "$2/$1" && "$2/$1"; } > "$2/$1.log" 2>&1
 }
 export -f run
 failed=0

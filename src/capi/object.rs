@@ -4,6 +4,8 @@ use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use super::bindings::{
     KVPOOL_OK, kvpool_cache_t, kvpool_plan_info_t, kvpool_status_t, kvpool_step_t,
@@ -212,8 +214,16 @@ pub(super) fn close(cache: kvpool_cache_t) -> kvpool_status_t {
         drop(open);
         drop(CACHES.remove(cache)?);
         // A view that is put back meanwhile is counted as one more holder, until it is.
-        while Arc::strong_count(&object) > 1 + object.views.out() {
-            std::thread::yield_now();
+        for tries in 0_u32.. {
+            if Arc::strong_count(&object) <= 1 + object.views.out() {
+                break;
+            }
+            if tries < 100 {
+                thread::yield_now();
+            } else {
+                // Yielding lets nobody run whose priority is lower.
+                thread::sleep(Duration::from_micros(50));
+            }
         }
         Ok(())
     })

@@ -57,8 +57,10 @@ impl Options<'_> {
         mut problems: Vec<String>,
     ) -> Result<(), CliError> {
         let missing = part.missing(self.shard);
-        // What an earlier run has completed is not given away for a part of it.
-        let kept = self.out.filter(|folder| !missing.is_empty() && has_more(folder));
+        // What an earlier run has completed is not given away for a part of it, but to whoever asks for
+        // this part.
+        let is_part = !missing.is_empty() && !self.merged;
+        let kept = self.out.filter(|folder| is_part && has_more(folder));
         let written = match self.out {
             Some(folder) if kept.is_none() => write(folder).map_err(CliError::from),
             _ => Ok(()),

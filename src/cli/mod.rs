@@ -439,15 +439,15 @@ fn conclude(
         // If this cannot be written, the report still says it.
         let _ = writeln!(io::stderr(), "warning: {warning}");
     }
-    let ended = written.and(printed);
-    if problems.is_empty() {
-        return ended;
+    let told = |ended: &Result<(), CliError>| match ended {
+        Err(error) if !error.is_closed_pipe() => Some(error.to_string()),
+        _ => None,
+    };
+    let failed: Vec<String> = [&written, &printed].into_iter().filter_map(told).collect();
+    if problems.is_empty() && failed.len() < 2 {
+        return written.and(printed);
     }
-    if let Err(error) = ended
-        && !error.is_closed_pipe()
-    {
-        problems.push(error.to_string());
-    }
+    problems.extend(failed);
     Err(CliError::Problems(problems))
 }
 

@@ -6,11 +6,12 @@ use std::io::{self, Write as _};
 use serde::Serialize;
 
 use super::{CliError, print, table, text_of};
-use crate::config::{CacheMode, Config, DeviceKind, Source};
+use crate::config::{CacheMode, Compute, Config, DeviceKind, Source};
 use crate::device::cpu::{available_memory, num_threads};
 use crate::device::cuda::CudaGpu;
 use crate::device::resolve_budget;
 use crate::error::{OpenError, PlanError};
+use crate::job::replay::check_memory;
 use crate::plan::{KvFormat, Plan};
 use crate::units::{Bytes, grouped};
 
@@ -56,17 +57,15 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
             })
             .collect::<Result<_, CliError>>()?
     };
-    if json {
-        let mut text =
-            serde_json::to_string_pretty(&document(&base, &variants)).map_err(io::Error::other)?;
-        text.push('\n');
-        print(&text)?;
+    let printed = if json {
+        let document = document(&base, &variants);
+        print(&(serde_json::to_string_pretty(&document).map_err(io::Error::other)? + "\n"))
     } else {
-        print(&text(&base, &variants))?;
-        print(&memory_notes(&base, &base_config, &variants))?;
-    }
+        print(&(text(&base, &variants) + &memory_notes(&base, &base_config, &variants)))
+    };
+    // A plan that is refused is told whether anybody reads the others or not.
     match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
-        None => Ok(()),
+        None => printed,
         // As that of the file itself, it is a mistake in the settings.
         Some((name, error)) => Err(CliError::Usage(format!("variant {name:?}: {error}"))),
     }
@@ -92,8 +91,17 @@ struct Fit {
 }
 
 impl Fit {
-    /// Of a plan for the device that the settings name.
+    /// Of a plan for the device that the settings name, or for a replay.
     fn of(plan: &Plan, config: &Config) -> Option<Self> {
+        if config.workload.as_ref().is_some_and(|workload| workload.compute == Compute::None) {
+            let needs =
+                format!("bookkeeping of a replay {} B, nothing of the pool", plan.host_bytes);
+            let verdict = match check_memory(plan, config) {
+                Ok(()) => Ok("it fits".to_owned()),
+                Err(error) => Err(format!("it will be refused: {error}")),
+            };
+            return Some(Self { needs, verdict, terms: Vec::new() });
+        }
         if config.device.kind == DeviceKind::Cuda {
             return Self::on_gpu(plan, config);
         }
@@ -149,7 +157,7 @@ fn verdict(
 fn memory_notes(base: &Plan, config: &Config, variants: &[Planned]) -> String {
     let mut text = String::new();
     if let Some(fit) = Fit::of(base, config) {
-        let without = if variants.is_empty() { "" } else { "without its variants the file has a " };
+        let without = if variants.is_empty() { "" } else { "without its variants: " };
         let (Fit { needs, terms, .. }, Ok(note) | Err(note)) = (&fit, &fit.verdict);
         // Writing to a String cannot fail.
         let _ = writeln!(text, "memory    {without}{needs}; {note}");

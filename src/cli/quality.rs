@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, value_parser};
 
-use super::{CliError, File, print, table, text_of};
+use super::{CliError, File, conclude, table, text_of};
 use crate::error::ModelError;
 use crate::job::model;
 use crate::job::model::quality::{self, Options, QualityReport};
@@ -55,17 +55,16 @@ pub(super) fn run(args: &QualityArgs) -> Result<(), CliError> {
                 let _ = writeln!(io::stderr(), "window {done} of {}", args.windows);
             }
         })?;
-    if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(io::Error::other)?;
-        print(&format!("{text}\n"))?;
+    let document = if args.json {
+        serde_json::to_string_pretty(&report).map_err(io::Error::other)? + "\n"
     } else {
-        print(&text_of_report(&report))?;
-    }
+        text_of_report(&report)
+    };
     let differ: Vec<String> = (report.formats.iter())
         .filter(|one| !one.modes_equal)
         .map(|one| format!("{}: the modes gave different bits", one.format))
         .collect();
-    if differ.is_empty() { Ok(()) } else { Err(CliError::Problems(differ)) }
+    conclude(Ok(()), &document, std::iter::empty(), differ)
 }
 
 fn text_of_report(report: &QualityReport) -> String {

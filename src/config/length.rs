@@ -177,6 +177,10 @@ impl LengthDistribution {
                 }
             }
         }
+        if let Self::Lognormal { min: 0, .. } | Self::Bimodal { min: 0, .. } = self {
+            // What is drawn is rounded up.
+            return Err(BadLength::new("min", "is 0, and what is drawn is above 0; write 1"));
+        }
         if let Self::Lognormal { median, sigma, .. } | Self::Bimodal { median, sigma, .. } = self {
             check_median("median", median)?;
             if !(sigma.is_finite() && sigma >= 0.0) {
@@ -218,6 +222,7 @@ mod tests {
             ("dist = 'fixed'\nvalue = 1\nmin = 1", "min"),
             ("dist = 'uniform'\nmin = 1", "max"),
             ("dist = 'uniform'\nmin = 5\nmax = 4", "min"),
+            ("dist = 'lognormal'\nmedian = 9\nsigma = 1\nmin = 0\nmax = 20", "min"),
             ("dist = 'lognormal'\nmedian = nan\nsigma = 0.5\nmin = 1\nmax = 20", "median"),
             ("dist = 'lognormal'\nmedian = 9\nsigma = -1\nmin = 1\nmax = 20", "sigma"),
             ("dist = 'bimodal'\nmedian = 9\nsigma = 1\nmin = 1\nmax = 20", "second_median"),

@@ -91,11 +91,11 @@ fn open_cpu(
 fn open_cuda(plan: &Plan, config: &DeviceConfig) -> Result<CudaDevice, OpenError> {
     let gpu = CudaGpu::find(config.ordinal)?;
     let workspace = plan.cuda_workspace().map_err(PlanError::from)?.device_bytes;
-    let fits = |free: Bytes, of_what| match config.memory_limit {
-        Some(limit) => plan.check_device_memory(workspace, limit, "device.memory_limit"),
-        None => plan.check_device_memory(workspace, free, of_what),
-    };
-    // Before anything is done, and again when the kernels are there.
-    fits(gpu.memory()?.0, "what the GPU has free")?;
+    let fits = |available: Bytes, whose| plan.check_device_memory(workspace, available, whose);
+    // Before anything is done, and again when the kernels are there, whatever the limit is.
+    match config.memory_limit {
+        Some(limit) => fits(limit, "device.memory_limit")?,
+        None => fits(gpu.memory()?.0, "what the GPU has free")?,
+    }
     CudaDevice::open(plan, &gpu, |free| Ok(fits(free, "what the GPU has free beside the kernels")?))
 }

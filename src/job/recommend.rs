@@ -158,11 +158,17 @@ fn measured_errors(source: &Source, formats: &[Format]) -> Result<Vec<FormatErro
     Ok(report.runs.into_iter().filter_map(error).collect())
 }
 
-/// The results of those that ran, and the errors of the others.
+/// The results of those that ran and say nothing against themselves, and the errors of the others.
 fn results(report: Replay) -> (Vec<VariantResult>, Vec<String>) {
     let (mut done, mut refused) = (Vec::new(), Vec::new());
     for run in report.runs {
         match run {
+            Replayed::Done(run) if !run.problems.is_empty() => {
+                refused.push(format!("variant {:?}: {}", run.variant, run.problems.join("; ")));
+            }
+            Replayed::Done(run) if run.requests_completed == 0 => {
+                refused.push(format!("variant {:?}: no request was completed", run.variant));
+            }
             Replayed::Done(run) => done.push(*run),
             Replayed::Failed(run) => refused.push(run.error),
         }

@@ -324,7 +324,7 @@ impl Plan {
             Bytes(SAVE_BLOCK_BYTES).try_mul(units)?,
             Bytes(SAVE_NAME_BYTES).try_mul(names)?,
             Bytes(SAVE_SLOT_BYTES + 8 * groups).try_mul(slots)?,
-            Bytes(chain + 4 * seq_len + 8 * groups + SAVE_FIXED_BYTES),
+            Bytes(chain + 4 * seq_len + 12 * groups + SAVE_FIXED_BYTES),
         ];
         Ok(terms.into_iter().try_fold(Bytes::ZERO, Bytes::try_add)?)
     }

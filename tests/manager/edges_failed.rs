@@ -5,70 +5,21 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use kvpool::cache::{BeginOptions, Cache, Namespace};
 use kvpool::config::{Admission, CacheMode};
-use kvpool::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice};
 use kvpool::error::{CacheError, DeviceError};
-use kvpool::plan::Plan;
 
+use super::asking::Asking;
 use super::driver_step::skip;
 use super::rig::{paged, tokens, up_to};
 use crate::common::Spec;
 
-/// Does nothing, and fails to copy when it is told to.
-#[derive(Debug)]
-struct Failing {
-    inner: NullDevice,
-    fails: Arc<AtomicBool>,
-}
-
-impl Device for Failing {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
-    }
-
-    fn plan_fingerprint(&self) -> u64 {
-        self.inner.plan_fingerprint()
-    }
-
-    fn base_ptr(&self) -> *mut u8 {
-        self.inner.base_ptr()
-    }
-
-    fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
-        self.inner.append(args)
-    }
-
-    fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
-        self.inner.attend(args)
-    }
-
-    fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {
-        if self.fails.load(Relaxed) {
-            return Err(DeviceError::BadLayout);
-        }
-        self.inner.copy(src, dst, len)
-    }
-
-    fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
-        self.inner.fill(offset, len, byte)
-    }
-
-    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        if self.fails.load(Relaxed) {
-            return Err(DeviceError::BadLayout);
-        }
-        self.inner.write(offset, bytes)
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
-        self.inner.read(offset, out)
-    }
-}
-
+/// A cache on a device that has no memory, and fails to copy and to write when it is told to.
 pub(super) fn failing(spec: &Spec) -> (Cache, Arc<AtomicBool>) {
-    let plan: Plan = spec.plan();
+    let plan = spec.plan();
     let fails = Arc::new(AtomicBool::new(false));
-    let device = Failing { inner: NullDevice::open(&plan), fails: Arc::clone(&fails) };
-    (Cache::open(plan, Box::new(device)).expect("opens"), fails)
+    let told = Arc::clone(&fails);
+    let ask = move |_| if told.load(Relaxed) { Err(DeviceError::BadLayout) } else { Ok(()) };
+    let device = Asking::open(&plan, ask);
+    (Cache::open(plan, device).expect("opens"), fails)
 }
 
 const FAILED: CacheError = CacheError::Device(DeviceError::BadLayout);

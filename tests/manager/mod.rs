@@ -4,10 +4,12 @@
 //! - `text`: tokens, and what a fake engine writes for them: K and V of a position are a hash of
 //!   all tokens up to it, so a block that is reused wrongly shows.
 //! - `device`: memory that copies and appends reach late and in another legal order.
+//! - `asking`: a device without memory, which fails when it is told to.
 //! - `driver`: random calls of all verbs, with everything that must hold after each.
 //! - the rest are tests.
 
 mod admission;
+mod asking;
 mod device;
 mod driver;
 mod driver_begin;
@@ -30,12 +32,6 @@ mod probes;
 mod random;
 mod rig;
 mod saved;
-mod saved_calls;
-mod saved_changed;
-mod saved_files;
-mod saved_limits;
-mod saved_private;
-mod saved_random;
 mod scrub;
 
 mod text;

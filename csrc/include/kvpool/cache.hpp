@@ -28,7 +28,7 @@ struct CacheKind {
     static kvpool_status_t give_back(kvpool_cache_t c) noexcept {
         const kvpool_status_t status = kvpool_cache_close(c);
         // What waits to be given back to it is gone.
-        if (ending::is_gone(status)) ending::later.settle(c);
+        if (ending::is_gone(status)) ending::later.forget(c);
         return status;
     }
     // There is no later for a pool, and the verb that is in the way may be the end of a sequence on another

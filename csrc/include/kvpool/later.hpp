@@ -59,6 +59,15 @@ public:
     void settle(kvpool_cache_t cache) noexcept {
         if (size_.load(std::memory_order_acquire) > 0) settle_some(cache);
     }
+    // Drops what waits for a cache that is closed. It waits for nobody, since the child of a fork may be without
+    // the thread that has the lock; what stays is dropped by `put`.
+    void forget(kvpool_cache_t cache) noexcept {
+        if (size_.load(std::memory_order_acquire) == 0) return;
+        const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+        if (lock.owns_lock()) {
+            keep([&](const Entry& entry) { return !same(entry.cache, cache); });
+        }
+    }
     // Of all caches of the process together. (Memory that no entry has touched costs nothing.)
     static constexpr size_t ROOM = size_t{1} << 16;
 
@@ -74,7 +83,11 @@ private:
     bool put(const Entry& entry) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
         size_t size = size_.load(std::memory_order_relaxed);
-        if (size == ROOM) size = keep([](const Entry& other) { return !is_over(other.cache); });
+        if (size >= look_at_) {
+            // Whose cache is closed waits for nothing, and is in everybody's way.
+            size = keep([](const Entry& other) { return !is_over(other.cache); });
+            look_at_ = 2 * size < RUN ? RUN : 2 * size < ROOM ? 2 * size : ROOM;
+        }
         if (size == ROOM) return false;
         entries_[size] = entry;
         size_.store(size + 1, std::memory_order_release);
@@ -97,14 +110,24 @@ private:
         // A step that ended is in the way of all others.
         for (const bool steps : {true, false}) {
             // What is refused comes back to the end of the list: each is tried once.
-            size_t left = size_.load(std::memory_order_relaxed);
+            size_t left = count(cache, steps);
             while (left > 0) {
                 Entry own[RUN];
-                const size_t count = take(cache, steps, own, left < RUN ? left : RUN);
-                for (size_t i = 0; i < count; ++i) give_or_keep(own[i]);
-                left = count < RUN ? 0 : left - count;
+                const size_t wanted = left < RUN ? left : RUN;
+                const size_t taken = take(cache, steps, own, wanted);
+                for (size_t i = 0; i < taken; ++i) give_or_keep(own[i]);
+                left = taken < wanted ? 0 : left - taken;
             }
         }
+    }
+    // A cache's entries, steps or others.
+    size_t count(kvpool_cache_t cache, bool steps) noexcept {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        size_t count = 0;
+        for (size_t i = 0; i < size_.load(std::memory_order_relaxed); ++i) {
+            if (is_step(entries_[i]) == steps && same(entries_[i].cache, cache)) ++count;
+        }
+        return count;
     }
     // Takes the first of a cache's entries, steps or others, out of the list; how many.
     size_t take(kvpool_cache_t cache, bool steps, Entry (&own)[RUN], size_t limit) noexcept {
@@ -144,6 +167,8 @@ public:
 private:
     std::mutex mutex_;
     std::atomic<size_t> size_{0};
+    // How many entries there are when it is looked next at whose cache is closed.
+    size_t look_at_ = RUN;
     Entry entries_[ROOM] = {};
 };
 inline Later later;

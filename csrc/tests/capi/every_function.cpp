@@ -365,6 +365,19 @@ void ending(kvpool::Cache& cache) {
         if (i % 2 == 0) CHECK(kvpool_cache_close(brief.detach()) == KVPOOL_OK);
         CHECK(leaks == 1);
     }
+    {
+        auto brief = kvpool::Cache::own(check_open(nullptr, 0));
+        auto held = brief.begin({1, 2, 3}).value().sequence;
+        brief.reserve({{held, 1}}).value().detach();
+        const kvpool::SeqId id = held.detach();
+        for (size_t i = 0; i < kvpool::ending::Later::ROOM; ++i) kvpool::Sequence(brief.c(), id);
+        CHECK(leaks == 1 && kvpool_cache_close(brief.detach()) == KVPOOL_OK);
+        auto next = cache.begin({1, 2, 3}).value().sequence;
+        auto step = cache.reserve({{next, 1}}).value();
+        next = kvpool::Sequence();
+        CHECK(leaks == 1);
+    }
+    CHECK(cache.stats()->seqs == 0 && cache.clear_cached().ok());
 
     // A step that ends while another thread is in a verb is not in the way of what comes.
     sequence = cache.begin({1, 2, 3, 4, 5, 6, 7, 8, 9}).value().sequence;

@@ -237,6 +237,17 @@ void a_forked_child_ends() {
     std::thread reader([&] {
         while (!over) CHECK(cache.stats().ok() && cache.check().ok());
     });
+    // And one whose owners end while they cannot give back what they hold.
+    std::thread owner([&] {
+        kvpool::Cache own = open({"device.threads=1"});
+        while (!over) {
+            auto held = own.begin(prompt(1, 9)).value().sequence;
+            auto step = own.reserve({{held, 1}}).value();
+            const kvpool::SeqId id = held.detach();
+            for (int i = 0; i < 300; ++i) kvpool::Sequence(own.c(), id);
+        }
+        CHECK(own.close().ok());
+    });
     for (int round = 0; round < 20; ++round) {
         int pipe_of[2];
         CHECK(pipe(pipe_of) == 0);
@@ -244,7 +255,7 @@ void a_forked_child_ends() {
         CHECK(child >= 0);
         if (child == 0) {
             alarm(30);
-            CHECK(sequence.release().status() == Status::stale_handle);
+            CHECK(kvpool_cache_release(cache.c(), sequence.c()) == KVPOOL_STALE_HANDLE);
             CHECK(cache.stats().status() == Status::stale_handle);
             sequence = kvpool::Sequence();
             CHECK(cache.close().ok() && write(pipe_of[1], "k", 1) == 1);
@@ -260,6 +271,7 @@ void a_forked_child_ends() {
     }
     over = true;
     reader.join();
+    owner.join();
     CHECK(sequence.release().ok() && cache.stats().ok() && cache.close().ok());
 }
 #else

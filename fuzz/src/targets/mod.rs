@@ -41,3 +41,16 @@ fn shapes() -> Corpus {
     restore::open_all();
     Corpus::Keep
 }
+
+/// Every combination of one choice of each of so many.
+fn combinations<const N: usize>(counts: [u8; N]) -> impl Iterator<Item = [u8; N]> {
+    let all: u32 = counts.iter().map(|count| u32::from(*count)).product();
+    (0..all).map(move |number| {
+        let mut rest = number;
+        counts.map(|count| {
+            let choice = rest % u32::from(count);
+            rest /= u32::from(count);
+            u8::try_from(choice).expect("below a count")
+        })
+    })
+}

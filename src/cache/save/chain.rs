@@ -18,6 +18,8 @@ pub(super) struct Chain {
     pub(super) holds_from: Vec<u32>,
     /// The blocks of it up to the hole before that, this included. `[num_groups]`
     holes: Vec<u32>,
+    /// The place of the first block of which each lacks some of the sinks. `[num_groups]`
+    headless: Vec<u32>,
 }
 
 impl Chain {
@@ -28,6 +30,7 @@ impl Chain {
             spans: buffer_of(longest * groups, Span::WHOLE)?,
             holds_from: buffer_of(groups, 0)?,
             holes: buffer_of(groups, 0)?,
+            headless: buffer_of(groups, 0)?,
         })
     }
 }
@@ -67,6 +70,9 @@ impl Cache {
         // Those without a window have all of it.
         chain.holds_from.fill(0);
         chain.holes.fill(u32::MAX);
+        for group in self.contiguous(true) {
+            chain.headless[group] = self.headless(table, chain, group);
+        }
         let mut blocks = number(chain.entries.len());
         while blocks > 0 {
             let last = table.entries[chain.entries[blocks as usize - 1] as usize];
@@ -119,17 +125,32 @@ impl Cache {
         (from, 0)
     }
 
-    /// The place of the first block of which a group lacks some of the first tokens of a chain.
+    /// The place of the first block of a chain of which a group lacks some of the sinks, or
+    /// `u32::MAX`.
+    fn headless(&self, table: &Table, chain: &Chain, group: usize) -> u32 {
+        let places = 0..chain.entries.len();
+        let sinks = self.plan.groups[group].layout.sink_tokens;
+        let place = places
+            .map(number)
+            .take_while(|at| table.entries[chain.entries[*at as usize] as usize].start < sinks)
+            .find(|at| !self.has_head(table, chain, *at, group, sinks));
+        place.unwrap_or(u32::MAX)
+    }
+
+    /// Whether a group has what the block at a place has of the first tokens.
+    fn has_head(&self, table: &Table, chain: &Chain, at: u32, group: usize, tokens: u32) -> bool {
+        let entry = &table.entries[chain.entries[at as usize] as usize];
+        let head = tokens.saturating_sub(entry.start).min(entry.tokens);
+        let span = chain.spans[at as usize * self.plan.groups.len() + group];
+        head == 0 || span.covers(&(0..head))
+    }
+
+    /// The place of the first block of which a group lacks some of the first tokens, at most the
+    /// sinks, of a chain: if any it is where the first of the sinks is lacking, of which fewer tokens
+    /// may be asked.
     fn lacks_head(&self, table: &Table, chain: &Chain, group: usize, tokens: u32) -> Option<u32> {
-        let groups = self.plan.groups.len();
-        let entries = chain.entries.iter().map(|entry| &table.entries[*entry as usize]);
-        let lacking = entries
-            .zip(chain.spans.chunks_exact(groups))
-            .take_while(|(entry, _)| entry.start < tokens)
-            .position(|(entry, spans)| {
-                !spans[group].covers(&(0..(tokens - entry.start).min(entry.tokens)))
-            });
-        lacking.map(number)
+        let at = chain.headless[group];
+        (at != u32::MAX && !self.has_head(table, chain, at, group, tokens)).then_some(at)
     }
 }
 
@@ -267,6 +288,26 @@ mod tests {
     }
 
     /// As many blocks as a long file has: a look at each of them for each length would be minutes.
+    /// One group has its sinks and a hole behind them, and each shorter part lacks something of the
+    /// other.
+    #[test]
+    fn the_sinks_of_a_long_chain_are_looked_at_once() {
+        let blocks = 200_000;
+        let sinks = blocks / 2 * TOKENS;
+        let cache = open("[800000, 0, 800016]", sinks, blocks * TOKENS);
+        let groups = cache.plan.groups.len();
+        let windowed: Vec<usize> = cache.contiguous(true).collect();
+        let mut spans = vec![Span::WHOLE; blocks as usize * groups];
+        spans[(blocks as usize / 2 + 1) * groups + windowed[0]] = Span::new(0, TOKENS, 0, TOKENS);
+        for at in blocks as usize / 2..blocks as usize {
+            spans[at * groups + windowed[1]] = Span::new(0, TOKENS, 0, TOKENS);
+        }
+        let (table, mut chain) = chain(&cache, TOKENS, spans);
+        let len = cache.usable_len(&table, &mut chain);
+        assert_eq!(len, Some(sinks), "up to the holes");
+    }
+
+    /// The same of one hole.
     #[test]
     fn a_long_chain_is_looked_at_once() {
         let blocks = 200_000;

@@ -232,15 +232,6 @@ impl Header {
         }
     }
 
-    /// Yes or no.
-    #[must_use]
-    pub fn flag(&self, key: &str) -> Option<bool> {
-        match self.values.get(key)? {
-            Value::Bool(flag) => Some(*flag),
-            _ => None,
-        }
-    }
-
     /// A list.
     #[must_use]
     pub fn list(&self, key: &str) -> Option<&[Value]> {
@@ -268,7 +259,11 @@ impl Header {
         }
     }
 
-    fn whole(&self, key: &str) -> Result<Option<u32>, String> {
+    /// A whole number of 32 bits that is not negative.
+    ///
+    /// # Errors
+    /// There is something else.
+    pub fn whole(&self, key: &str) -> Result<Option<u32>, String> {
         let number = self.int(key).and_then(|number| u32::try_from(number).ok());
         self.optional(key, number, "a whole number of 32 bits, 0 or more")
     }
@@ -277,8 +272,24 @@ impl Header {
         self.optional(key, self.float(key), "a float")
     }
 
-    fn word(&self, key: &str) -> Result<Option<&str>, String> {
+    /// A text.
+    ///
+    /// # Errors
+    /// There is something else.
+    pub fn word(&self, key: &str) -> Result<Option<&str>, String> {
         self.optional(key, self.text(key), "a text")
+    }
+
+    /// Yes or no.
+    ///
+    /// # Errors
+    /// There is something else.
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, String> {
+        let flag = match self.values.get(key) {
+            Some(Value::Bool(flag)) => Some(*flag),
+            _ => None,
+        };
+        self.optional(key, flag, "true or false")
     }
 }
 
@@ -431,7 +442,7 @@ mod tests {
         let header = read(&bytes).unwrap();
         assert_eq!(header.text("a"), Some("b"));
         assert_eq!(header.list("c"), Some(&[Value::Int(7), Value::Int(9)][..]));
-        assert_eq!((header.float("d"), header.flag("e")), (Some(0.5), Some(true)));
+        assert_eq!((header.float("d"), header.flag("e")), (Some(0.5), Ok(Some(true))));
         assert_eq!((header.int("a"), header.int("f")), (None, None));
         for cut in 0..bytes.len() {
             assert!(read(&bytes[..cut]).is_err(), "cut at {cut}");

@@ -22,6 +22,7 @@ use super::places::Places;
 use super::rope::{MAX_DIM, Rotation};
 use super::store::Store;
 use super::threads::Threads;
+use super::workers::returns;
 use crate::error::DeviceError;
 use crate::plan::{GroupLayout, Kv, LayerScales};
 use std::sync::atomic::AtomicU64;
@@ -124,12 +125,14 @@ pub(super) fn append(
     };
     let mut counts = AppendCounts::default();
     if alone {
-        for index in 0..job.items() {
-            // SAFETY: the items are used one after the other.
-            let item = unsafe { job.item(index) };
-            counts.add(kernel.append(&job, item));
-        }
-        return Ok(counts);
+        let done = returns(|| {
+            for index in 0..job.items() {
+                // SAFETY: the items are used one after the other.
+                let item = unsafe { job.item(index) };
+                counts.add(kernel.append(&job, item));
+            }
+        });
+        return if done { Ok(counts) } else { Err(DeviceError::WorkerPanicked) };
     }
     let nonfinite = AtomicU64::new(0);
     let saturated = AtomicU64::new(0);

@@ -21,6 +21,7 @@ pub use distribution::Summary;
 pub use picture::Picture;
 pub use result::{Replay, Replayed, VariantFailure, VariantResult, WorkloadSummary};
 pub use series::{MAX_POINTS, Point};
+pub use variant::check_memory;
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -214,6 +215,8 @@ pub(super) fn fingerprint(
     if let Some(workload) = &mut config.workload {
         workload.path = None;
     }
+    // It names the file.
+    let summary = WorkloadSummary { first_damaged: None, ..summary.clone() };
     let text = format!("{}{name}{config:?}{geometry:?}{summary:?}", env!("CARGO_PKG_VERSION"));
     let hash = text.bytes().fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)

@@ -24,6 +24,29 @@ use crate::units::{Bytes, counted};
 /// Steps between two looks at whether to stop.
 const STEPS_AT_ONCE: u32 = 256;
 
+/// Whether a plan can be replayed: its pool, of which nothing is allocated, within
+/// `device.memory_limit`, and its bookkeeping in what this machine has available.
+///
+/// # Errors
+/// [`PlanError::MemoryTooSmall`].
+pub fn check_memory(plan: &Plan, config: &Config) -> Result<(), PlanError> {
+    if let Some(limit) = config.device.memory_limit {
+        plan.check_device_memory(Bytes::ZERO, limit, "device.memory_limit")?;
+    }
+    match available_memory() {
+        Some(available) if plan.host_bytes > available => Err(PlanError::MemoryTooSmall {
+            needed: plan.host_bytes,
+            pool: Bytes::ZERO,
+            host: plan.host_bytes,
+            workspace: Bytes::ZERO,
+            available,
+            source_of_limit: "what this machine has available",
+            worst_case: plan.capacity == Capacity::WorstCase,
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// A variant that can run.
 #[derive(Debug)]
 pub(super) struct Replayer<'a> {
@@ -76,21 +99,7 @@ impl<'a> Replayer<'a> {
             return Ok(Self { shared, config, cost, plan, dynamic_bytes: Some(bytes.get()) });
         }
         let plan = Plan::new(&config, shared.geometry)?;
-        if let Some(limit) = config.device.memory_limit {
-            plan.check_device_memory(Bytes::ZERO, limit, "device.memory_limit")?;
-        }
-        if let Some(available) = available_memory().filter(|available| plan.host_bytes > *available)
-        {
-            return Err(OpenError::Plan(PlanError::MemoryTooSmall {
-                needed: plan.host_bytes,
-                pool: Bytes::ZERO,
-                host: plan.host_bytes,
-                workspace: Bytes::ZERO,
-                available,
-                source_of_limit: "what this machine has available",
-                worst_case: plan.capacity == Capacity::WorstCase,
-            }));
-        }
+        check_memory(&plan, &config)?;
         Ok(Self { shared, config, cost, plan, dynamic_bytes: None })
     }
 

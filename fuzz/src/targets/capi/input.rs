@@ -6,6 +6,7 @@ use std::ptr::null_mut;
 use arbitrary::Arbitrary;
 use kvpool::capi::*;
 
+use super::super::combinations;
 use super::zeroed;
 
 /// What a call is made with.
@@ -200,23 +201,15 @@ pub(crate) struct Input {
 impl Input {
     /// Inputs of no calls, of all shapes.
     pub(super) fn shapes() -> impl Iterator<Item = Self> {
-        (0..3 * 5 * 3 * 3 * 3_u16).map(|number| {
-            let mut rest = number;
-            let mut next = |count: u16| {
-                let choice = rest % count;
-                rest /= count;
-                u8::try_from(choice).expect("few")
-            };
-            Self {
-                mode: next(3),
-                format: next(5),
-                admission: next(3),
-                scrub: next(3),
-                windows: next(3),
-                two: 0,
-                beside: Vec::new(),
-                ops: Vec::new(),
-            }
+        combinations([3, 5, 3, 3, 3]).map(|[mode, format, admission, scrub, windows]| Self {
+            mode,
+            format,
+            admission,
+            scrub,
+            windows,
+            two: 0,
+            beside: Vec::new(),
+            ops: Vec::new(),
         })
     }
 }

@@ -8,6 +8,7 @@ use kvpool::device::TensorRef;
 use kvpool::plan::{Kv, Plan};
 use kvpool::units::LayerIdx;
 
+use super::super::combinations;
 use super::input::{Name, Shape};
 use super::texts::{HEAD_DIM, stored, text, token};
 
@@ -75,20 +76,12 @@ impl Shape {
 
     /// All shapes; of the numbers of blocks, the fewest and the most.
     pub(super) fn all() -> impl Iterator<Item = Self> {
-        (0..3 * 4 * 3 * 2 * 3_u16).map(|number| {
-            let mut rest = number;
-            let mut next = |count: u16| {
-                let choice = rest % count;
-                rest /= count;
-                u8::try_from(choice).expect("few")
-            };
-            Self {
-                mode: next(3),
-                per_block: next(4),
-                longest: next(3),
-                blocks: 23 * next(2),
-                scrub: next(3),
-            }
+        combinations([3, 4, 3, 2, 3]).map(|[mode, per_block, longest, most, scrub]| Self {
+            mode,
+            per_block,
+            longest,
+            blocks: 23 * most,
+            scrub,
         })
     }
 }

@@ -39,12 +39,13 @@ impl Tokenizer {
         if pieces.len() != vocab_size {
             return Err(format!("has {} tokens and {vocab_size} embeddings", pieces.len()));
         }
-        let kinds: Vec<i64> = match header.list("tokenizer.ggml.token_type") {
-            Some(kinds) => kinds
-                .iter()
-                .map(|kind| if let Value::Int(kind) = kind { *kind } else { 1 })
-                .collect(),
-            None => vec![1; pieces.len()],
+        let kinds = if header.values.contains_key("tokenizer.ggml.token_type") {
+            items(header, "tokenizer.ggml.token_type", "whole numbers", |kind| match kind {
+                Value::Int(kind) => Some(*kind),
+                _ => None,
+            })?
+        } else {
+            vec![1; pieces.len()]
         };
         if kinds.len() != pieces.len() {
             return Err("has not one type for each token".to_owned());
@@ -58,14 +59,35 @@ impl Tokenizer {
     }
 }
 
+/// A list whose items are all of one kind.
+fn items<'h, T>(
+    header: &'h Header,
+    key: &str,
+    kind: &str,
+    item: impl Fn(&'h Value) -> Option<T>,
+) -> Result<Vec<T>, String> {
+    let list = header.list(key).ok_or_else(|| format!("has no list {key:?}"))?;
+    let all: Option<Vec<T>> = list.iter().map(item).collect();
+    all.ok_or_else(|| format!("its {key:?} is no list of {kind}"))
+}
+
 /// A list of texts.
 fn texts<'h>(header: &'h Header, key: &str) -> Result<Vec<&'h str>, String> {
-    let list = header.list(key).ok_or_else(|| format!("has no list {key:?}"))?;
-    let text = |value: &'h Value| match value {
-        Value::Text(text) => Ok(text.as_str()),
-        _ => Err(format!("its {key:?} is no list of texts")),
-    };
-    list.iter().map(text).collect()
+    items(header, key, "texts", |value| match value {
+        Value::Text(text) => Some(text.as_str()),
+        _ => None,
+    })
+}
+
+/// A token that the file may name, of so many.
+fn token(header: &Header, key: &str, count: usize) -> Result<Option<u32>, String> {
+    let key = format!("tokenizer.ggml.{key}");
+    match header.whole(&key)? {
+        Some(id) if id as usize >= count => {
+            Err(format!("its {key:?} is {id}, and it has {count} tokens"))
+        }
+        id => Ok(id),
+    }
 }
 
 /// `<0x0A>` as the byte that it stands for.
@@ -126,11 +148,7 @@ fn with_specials(
     pieces: &[&str],
     kinds: &[i64],
     mut tokenizer: Tokenizer,
-) -> Tokenizer {
-    let token = |key: &str| {
-        let id = header.int(&format!("tokenizer.ggml.{key}"))?;
-        u32::try_from(id).ok().filter(|id| (*id as usize) < pieces.len())
-    };
+) -> Result<Tokenizer, String> {
     let mut specials = HashMap::new();
     for ((id, piece), kind) in (0..).zip(pieces).zip(kinds) {
         let control = *kind == CONTROL || *kind == UNKNOWN;
@@ -145,19 +163,19 @@ fn with_specials(
             tokenizer.ends.push(id);
         }
     }
-    tokenizer.ends.extend(token("eos_token_id"));
+    tokenizer.ends.extend(token(header, "eos_token_id", pieces.len())?);
     tokenizer.specials = Specials::new(specials);
-    tokenizer.bos = token("bos_token_id");
-    tokenizer
+    tokenizer.bos = token(header, "bos_token_id", pieces.len())?;
+    Ok(tokenizer)
 }
 
 fn scored(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, String> {
-    let list = header.list("tokenizer.ggml.scores").ok_or("has no scores of its tokens")?;
     #[expect(clippy::cast_possible_truncation, reason = "they were f32 in the file")]
-    let scores: Vec<f32> = list
-        .iter()
-        .map(|score| if let Value::Float(score) = score { *score as f32 } else { 0.0 })
-        .collect();
+    let score = |score: &Value| match score {
+        Value::Float(score) => Some(*score as f32),
+        _ => None,
+    };
+    let scores = items(header, "tokenizer.ggml.scores", "floats", score)?;
     if scores.len() != pieces.len() {
         return Err("has not one score for each token".to_owned());
     }
@@ -176,10 +194,8 @@ fn scored(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, 
             }
         }
     }
-    let unknown = header
-        .int("tokenizer.ggml.unknown_token_id")
-        .and_then(|id| u32::try_from(id).ok())
-        .filter(|id| (*id as usize) < pieces.len());
+    let unknown = token(header, "unknown_token_id", pieces.len())?;
+    let blank_first = header.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
     let tokenizer = Tokenizer {
         bytes: stands_for,
         ids,
@@ -189,15 +205,15 @@ fn scored(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, 
             scores,
             byte_tokens,
             unknown: unknown.unwrap_or(0),
-            adds_blank: header.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true),
+            adds_blank: blank_first,
             marks_blanks: true,
         },
         bos: None,
-        adds_bos: header.flag("tokenizer.ggml.add_bos_token").unwrap_or(true),
+        adds_bos: header.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(true),
         ends: Vec::new(),
-        strips_first_blank: header.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true),
+        strips_first_blank: blank_first,
     };
-    Ok(with_specials(header, pieces, kinds, tokenizer))
+    with_specials(header, pieces, kinds, tokenizer)
 }
 
 /// The byte that each character of a byte-level piece stands for: printable ones for themselves,
@@ -214,7 +230,7 @@ fn bytes_of_characters() -> HashMap<char, u8> {
 }
 
 fn byte_level(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokenizer, String> {
-    let name = header.text("tokenizer.ggml.pre").unwrap_or("default");
+    let name = header.word("tokenizer.ggml.pre")?.unwrap_or("default");
     let pattern = WordPattern::named(name)
         .ok_or_else(|| format!("cuts words as {name:?} does, which is not known here"))?;
     let characters = bytes_of_characters();
@@ -248,11 +264,11 @@ fn byte_level(header: &Header, pieces: &[&str], kinds: &[i64]) -> Result<Tokeniz
         specials: Specials::default(),
         kind: Kind::ByteLevel { merges, byte_tokens, pattern },
         bos: None,
-        adds_bos: header.flag("tokenizer.ggml.add_bos_token").unwrap_or(false),
+        adds_bos: header.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(false),
         ends: Vec::new(),
         strips_first_blank: false,
     };
-    Ok(with_specials(header, pieces, kinds, tokenizer))
+    with_specials(header, pieces, kinds, tokenizer)
 }
 
 #[cfg(test)]
@@ -269,7 +285,7 @@ mod tests {
         }
     }
 
-    /// Files that name tokens that they do not have: nothing beyond the embeddings is looked up.
+    /// Nothing beyond the embeddings is looked up, and what is of no use is not taken for absent.
     #[test]
     fn every_token_is_one_of_the_vocabulary() {
         let texts = ["a", "<s>"].map(|text| Value::Text(text.to_owned()));
@@ -278,8 +294,9 @@ mod tests {
             ("scores", Value::List(vec![Value::Float(0.0); 2])),
             ("token_type", Value::List(vec![Value::Int(1), Value::Int(CONTROL)])),
             ("merges", Value::List(Vec::new())),
-            ("unknown_token_id", Value::Uint(7)),
-            ("bos_token_id", Value::Uint(u64::from(u32::MAX))),
+            ("unknown_token_id", Value::Uint(1)),
+            ("bos_token_id", Value::Uint(1)),
+            ("eos_token_id", Value::Uint(0)),
         ]
         .map(|(key, value)| (format!("tokenizer.ggml.{key}"), value))
         .into();
@@ -287,6 +304,31 @@ mod tests {
             values.insert("tokenizer.ggml.model".to_owned(), Value::Text(kind.to_owned()));
             let header = Header { values: values.clone(), tensors: BTreeMap::new() };
             known(&Tokenizer::of_gguf(&header, 2).expect("a tokenizer"));
+            let of = |key: &str| key != "unknown_token_id" || kind == "llama";
+            for (key, value, says) in [
+                ("unknown_token_id", Value::Uint(2), "is 2, and it has 2 tokens"),
+                ("bos_token_id", Value::Uint(u32::MAX.into()), "is 4294967295, and it has 2"),
+                ("eos_token_id", Value::Int(-1), "is -1; expected a whole number"),
+                ("add_bos_token", Value::Int(1), "is 1; expected true or false"),
+                ("token_type", Value::List(vec![Value::Bool(true); 2]), "is no list of whole"),
+            ] {
+                let key = format!("tokenizer.ggml.{key}");
+                let mut others = values.clone();
+                others.insert(key.clone(), value);
+                let header = Header { values: others, tensors: BTreeMap::new() };
+                if of(key.trim_start_matches("tokenizer.ggml.")) {
+                    let error = Tokenizer::of_gguf(&header, 2).expect_err("of no use");
+                    assert!(error.starts_with(&format!("its {key:?} {says}")), "{error}");
+                }
+            }
+        }
+        for (kind, key) in [("llama", "add_space_prefix"), ("gpt2", "pre"), ("llama", "scores")] {
+            values.insert("tokenizer.ggml.model".to_owned(), Value::Text(kind.to_owned()));
+            let mut others = values.clone();
+            others.insert(format!("tokenizer.ggml.{key}"), Value::List(vec![Value::Int(0); 2]));
+            let header = Header { values: others, tensors: BTreeMap::new() };
+            let error = Tokenizer::of_gguf(&header, 2).expect_err("of no use");
+            assert!(error.contains(key), "{error}");
         }
         let one = [&1_u32.to_le_bytes()[..], &[0; 4], &1_u32.to_le_bytes(), b"a"].concat();
         known(&llama2c(&one, 1).expect("a tokenizer"));

@@ -5,11 +5,11 @@ use kvpool::cache::{Cache, FileCalls, SeqHandle, disturb_files};
 use kvpool::config::CacheMode;
 use kvpool::error::SaveError;
 
-use super::driver_step::skip;
-use super::rig::{tokens, up_to};
-use super::saved::{Folder, windowed};
-use super::saved_changed::{ALL, Holds, save_of};
+use super::changed::{ALL, Holds, save_of};
+use super::{Folder, windowed};
 use crate::common::{MODES, on_cuda};
+use crate::manager::driver_step::skip;
+use crate::manager::rig::{tokens, up_to};
 
 /// What reads and writes may be like when nothing is wrong.
 const LIKE: [FileCalls; 4] = [

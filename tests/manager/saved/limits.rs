@@ -8,9 +8,9 @@ use kvpool::config::CacheMode;
 use kvpool::error::SaveError;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::rig::{Line, tokens};
-use super::saved::{Folder, refused, rig, save};
+use super::{Folder, refused, rig, save};
 use crate::common::Spec;
+use crate::manager::rig::{Line, tokens};
 
 /// A record as it lies in a file.
 fn record(kind: u32, payload: &[u8]) -> Vec<u8> {

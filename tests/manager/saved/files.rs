@@ -8,10 +8,10 @@ use kvpool::config::CacheMode;
 use kvpool::error::SaveError;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::rig::{Rig, paged, tokens, up_to};
-use super::saved::{Folder, full, restore, rig, run, save, windowed};
-use super::text::Ns;
+use super::{Folder, full, restore, rig, run, save, windowed};
 use crate::common::{Rng, Spec};
+use crate::manager::rig::{Rig, paged, tokens, up_to};
+use crate::manager::text::Ns;
 
 /// A small cache with chains, forks of them, salts and windows.
 pub(super) fn some(mode: CacheMode) -> Rig {
@@ -126,7 +126,7 @@ fn edge_54_forged_sequences_do_no_harm() {
                     new.check_invariants().expect("invariants");
                     let len = new.seq_len(begun.sequence).expect("alive");
                     if len < begun.limit {
-                        super::driver_step::skip(
+                        crate::manager::driver_step::skip(
                             new.reserve(&[(begun.sequence, 1)]).expect("promised"),
                         )
                         .expect("whole");
@@ -197,7 +197,7 @@ fn edge_54_a_writer_that_is_killed_leaves_the_old_file_or_the_new() {
         tenths.chain([(all - 1).to_string(), "sync".into(), "rename".into(), "renamed".into()]);
     for point in points {
         let status = Command::new(std::env::current_exe().expect("a path"))
-            .args(["--ignored", "--exact", "manager::saved_files::the_writer_that_is_killed"])
+            .args(["--ignored", "--exact", "manager::saved::files::the_writer_that_is_killed"])
             .env(CHILD, format!("{point} {}", path.display()))
             .output()
             .expect("starts")
@@ -284,7 +284,7 @@ fn a_save_is_readable_by_its_owner_alone() {
 /// A device that fails in the middle of a restore leaves everything as it was.
 #[test]
 fn a_device_that_fails_leaves_no_trace() {
-    use super::edges_failed::failing;
+    use crate::manager::edges_failed::failing;
     use std::sync::atomic::Ordering::Relaxed;
     let folder = Folder::new();
     let (prefixes, sequence) = (folder.file("prefixes"), folder.file("sequence"));
@@ -300,7 +300,8 @@ fn a_device_that_fails_leaves_no_trace() {
             let mut left = tokens.len() as u32 - cache.seq_len(seq).expect("alive");
             while left > 0 {
                 let n = left.min(8);
-                super::driver_step::skip(cache.reserve(&[(seq, n)]).expect("fits")).expect("whole");
+                crate::manager::driver_step::skip(cache.reserve(&[(seq, n)]).expect("fits"))
+                    .expect("whole");
                 left -= n;
             }
             seq

@@ -6,13 +6,15 @@ use std::sync::{Arc, Mutex};
 
 use kvpool::cache::{Cache, RestoreOptions, SaveOptions, SavePoint, Saved, SeqHandle, fail_saves};
 use kvpool::config::CacheMode;
-use kvpool::device::{AppendArgs, AppendCounts, AttendArgs, Device, DeviceInfo, NullDevice};
-use kvpool::error::{DeviceError, SaveError};
+use kvpool::device::Device;
+use kvpool::error::SaveError;
+use kvpool::plan::Plan;
 
-use super::rig::{tokens, up_to};
-use super::saved::{Folder, full, run, windowed};
-use super::saved_files::{mend, records, some};
+use super::files::{mend, records, some};
+use super::{Folder, full, run, windowed};
 use crate::common::Rng;
+use crate::manager::asking::{Asking, Call};
+use crate::manager::rig::{tokens, up_to};
 
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,48 +200,16 @@ fn edge_54_a_full_disk_leaves_the_old_sequence() {
     }
 }
 
-/// What happens at a writing of the device, counted down from when it is set.
+/// At the n-th writing of the device, counted down from when this is set, a file gets other bytes.
 type Trap = Arc<Mutex<Option<(u64, PathBuf, Vec<u8>)>>>;
 
-/// Has no memory. At the n-th writing the file that is being restored becomes another.
-#[derive(Debug)]
-struct Meddling {
-    inner: NullDevice,
-    trap: Trap,
-}
-
-impl Device for Meddling {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
-    }
-
-    fn plan_fingerprint(&self) -> u64 {
-        self.inner.plan_fingerprint()
-    }
-
-    fn base_ptr(&self) -> *mut u8 {
-        self.inner.base_ptr()
-    }
-
-    fn append(&mut self, args: &AppendArgs<'_>) -> Result<AppendCounts, DeviceError> {
-        self.inner.append(args)
-    }
-
-    fn attend(&mut self, args: &mut AttendArgs<'_>) -> Result<(), DeviceError> {
-        self.inner.attend(args)
-    }
-
-    fn copy(&mut self, src: u64, dst: u64, len: u64) -> Result<(), DeviceError> {
-        self.inner.copy(src, dst, len)
-    }
-
-    fn fill(&mut self, offset: u64, len: u64, byte: u8) -> Result<(), DeviceError> {
-        self.inner.fill(offset, len, byte)
-    }
-
-    fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        let mut trap = self.trap.lock().expect("no panic");
-        if let Some((left, path, other)) = &mut *trap {
+/// A device that has no memory, at one of whose writings the file that is being restored becomes
+/// another.
+fn meddling(plan: &Plan, trap: &Trap) -> Box<dyn Device> {
+    let trap = Arc::clone(trap);
+    Asking::open(plan, move |call| {
+        let mut trap = trap.lock().expect("no panic");
+        if let Some((left, path, other)) = trap.as_mut().filter(|_| call == Call::Write) {
             *left -= 1;
             if *left == 0 {
                 // The same file: whoever has it open reads what is there now.
@@ -247,12 +217,8 @@ impl Device for Meddling {
                 *trap = None;
             }
         }
-        self.inner.write(offset, bytes)
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), DeviceError> {
-        self.inner.read(offset, out)
-    }
+        Ok(())
+    })
 }
 
 /// Files like this one, whose records have other numbers under checksums that are right, or that
@@ -316,8 +282,8 @@ fn edge_54_a_file_that_is_changed_meanwhile() {
             for nth in 1.. {
                 let plan = windowed(holds.mode()).plan();
                 let trap = Trap::default();
-                let device = Meddling { inner: NullDevice::open(&plan), trap: Arc::clone(&trap) };
-                let mut cache = Cache::open(plan, Box::new(device)).expect("opens");
+                let device = meddling(&plan, &trap);
+                let mut cache = Cache::open(plan, device).expect("opens");
                 std::fs::write(&path, &bytes).expect("written");
                 *trap.lock().expect("no panic") = Some((nth, path.clone(), other.clone()));
                 let digest = cache.state_digest();

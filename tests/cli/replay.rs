@@ -1,12 +1,16 @@
 //! The commands that replay: `compare`, `merge`, `recommend`, and `run` of such a job.
 
+use std::fs::{File, OpenOptions};
 use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::cli::{Config, bad, command, good, kvpool, text};
+use super::{Config, bad, command, good, kvpool, text};
 
 /// A job of ten variants, cut down to a few requests.
 const BLOCK_SIZES: [&str; 4] =
@@ -53,6 +57,9 @@ fn compare_writes_a_report_resumes_and_merges() {
         "{error}"
     );
     assert!(!error.contains("interrupted") && !error.contains("--resume"), "{error}");
+    // And what was asked for is what is written.
+    bad(&["merge", &at("2"), "--out", &at("merged")], 1);
+    assert_eq!(written("merged", "results.json"), written("2", "results.json"));
     let file = format!("{}/results.json", at("2"));
     let error = bad(&["merge", &file], 2);
     let help = format!("is a file; give the folder that it is in, {}\n", at("2"));
@@ -63,15 +70,44 @@ fn compare_writes_a_report_resumes_and_merges() {
     assert_eq!(ran, written("whole", "results.json"));
 }
 
+/// Waits until a process has said what is to become of SIGTERM, which would end it before that.
+fn wait_until_it_listens(child: &mut Child) {
+    let status = format!("/proc/{}/status", child.id());
+    for _ in 0..1000 {
+        let status = std::fs::read_to_string(&status).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let mask = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        if mask.is_some_and(|mask| mask >> (libc::SIGTERM - 1) & 1 == 1)
+            || child.try_wait().expect("a child").is_some()
+        {
+            return;
+        }
+        sleep(Duration::from_millis(10));
+    }
+}
+
+/// The end of a pipe that a process reads, as soon as it does.
+fn pipe_into(child: &mut Child, pipe: &Path) -> File {
+    loop {
+        // Without the flag this would wait for ever for a process that has ended.
+        match OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(pipe) {
+            Ok(file) => return file,
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENXIO), "{error}"),
+        }
+        assert!(child.try_wait().expect("a child").is_none(), "it ended before it read the pipe");
+        sleep(Duration::from_millis(10));
+    }
+}
+
 /// Interrupts a job soon after it began: what is complete is written. `None` when it was faster.
 fn interrupted(job: &[&str]) -> Option<Value> {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().to_str().expect("UTF-8");
     let words = [job, &["--out", out]].concat();
-    let child =
+    let mut child =
         command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
-    // The first thing that is done is a file in the folder, which goes away again.
-    std::thread::sleep(std::time::Duration::from_millis(300));
+    wait_until_it_listens(&mut child);
+    sleep(Duration::from_millis(100));
     let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
     assert!(sent.is_ok_and(|status| status.success()));
     let output = child.wait_with_output().expect("ends");
@@ -112,14 +148,14 @@ fn a_second_signal_ends_a_job_that_is_still_loading() {
         .spawn()
         .expect("runs");
     // Waits for the reader, who listens to signals by then.
-    let _writer = std::fs::OpenOptions::new().write(true).open(&pipe).expect("the other end");
+    let _writer = pipe_into(&mut child, &pipe);
     let id = child.id().to_string();
     let mut sent = 0;
     let status = loop {
         // Two that come at the same time are one.
         let kill = Command::new("kill").args(["-TERM", &id]).status().expect("kill");
         sent += i32::from(kill.success());
-        std::thread::sleep(std::time::Duration::from_millis(100));
+        sleep(Duration::from_millis(100));
         if let Some(status) = child.try_wait().expect("a child") {
             break status;
         }
@@ -179,6 +215,22 @@ fn resume_takes_nothing_over_from_another_trace() {
     assert_ne!(run(&first, "latency_ms"), run(&second, "latency_ms"));
 }
 
+/// Where it lies is not part of what it is, also where a line of it is damaged and told of.
+#[test]
+fn a_trace_that_is_moved_is_the_same() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
+    let [first, second] = folders.each_ref().map(|folder| {
+        let job = traced(folder.path(), "10,2\nten,2\n30,4\n");
+        let skip = ["--set", "workload.skip_damaged_lines=true"];
+        let output = kvpool(&[&words(&job)[..], &skip].concat());
+        assert!(text(&output.stderr).starts_with("warning: 1 damaged line left out"));
+        serde_json::from_str::<Value>(text(&output.stdout)).expect("JSON")
+    });
+    assert_eq!(first["workload"]["damaged_lines"], 1);
+    assert_ne!(first["workload"]["first_damaged"], second["workload"]["first_damaged"]);
+    assert_eq!(first["runs"], second["runs"]);
+}
+
 /// Figures of a clock that has come to its end are no figures.
 #[test]
 fn a_clock_that_ends_is_a_problem() {
@@ -194,6 +246,10 @@ fn a_clock_that_ends_is_a_problem() {
     let slow = ["--set", "cost.step_us=1000000000", "--set", "workload.requests=2000"];
     let error = bad(&[&words(&job)[..], &slow].concat(), 1);
     assert!(error.contains("of more than eleven days count as eleven days"), "{error}");
+    // Nor is anything recommended for them.
+    let slow = ["--set", "cost.step_us=1000000000", "--set", "workload.requests=800"];
+    let error = bad(&[&["recommend", &job[1]], &slow[..]].concat(), 1);
+    assert!(error.contains("of more than eleven days count as eleven days"), "{error}");
     let unit = bad(&[&words(&job)[..], &["--set", "cost.bandwidth=3350"]].concat(), 2);
     assert!(unit.contains("3,350 bytes a second are less than 1 MB"), "{unit}");
     let rare = ["--set", rare[0], "--set", "workload.requests_per_s=1e-300"];
@@ -208,9 +264,9 @@ fn signalled(job: &mut Command, trace: &Path, signal: &str) -> Output {
     let lengths = std::fs::read_to_string(trace).expect("there");
     std::fs::remove_file(trace).expect("there");
     assert!(Command::new("mkfifo").arg(trace).status().expect("mkfifo").success());
-    let child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
+    let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
     // Waits for the reader, who listens to signals by then.
-    let mut writer = std::fs::OpenOptions::new().write(true).open(trace).expect("the other end");
+    let mut writer = pipe_into(&mut child, trace);
     let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
     assert!(kill.is_ok_and(|status| status.success()));
     writer.write_all(lengths.as_bytes()).expect("written");

@@ -3,10 +3,10 @@
 use kvpool::cache::{RestoreOptions, SaveOptions};
 use kvpool::config::{CacheMode, Capacity};
 
-use super::rig::{Line, Rig, tokens, up_to};
-use super::saved::{Folder, attend, restore, rig, save};
-use super::text::Ns;
+use super::{Folder, attend, restore, rig, save};
 use crate::common::{MODES, Rng, Spec, assert_same_bits, on_cuda};
+use crate::manager::rig::{Line, Rig, tokens, up_to};
+use crate::manager::text::Ns;
 
 /// A prompt of a few families: many begin alike.
 fn prompt(rng: &mut Rng) -> Vec<u32> {

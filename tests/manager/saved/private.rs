@@ -8,10 +8,10 @@ use kvpool::device::TensorRef;
 use kvpool::error::SaveError;
 use kvpool::units::LayerIdx;
 
-use super::rig::{tokens, up_to};
-use super::saved::{Folder, exported, full, in_mode, run, save, windowed};
+use super::{Folder, exported, full, in_mode, run, save, windowed};
 use crate::common::{MODES, Spec, assert_same_bits};
 use crate::faults::{REACHED, faulty};
+use crate::manager::rig::{tokens, up_to};
 
 fn defaults() -> (SaveOptions, RestoreOptions) {
     (SaveOptions::default(), RestoreOptions::default())
