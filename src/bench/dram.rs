@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use crate::device::cpu::available_memory;
+use crate::device::cpu::{available_memory, sum_words};
 use crate::error::DeviceError;
 use crate::units::Bytes;
 
@@ -130,7 +130,7 @@ impl Shared {
                 return;
             }
             let start = Instant::now();
-            black_box(sum(black_box(part)));
+            black_box(sum_words(black_box(part)));
             let seconds = start.elapsed().as_secs_f64();
             *self.seconds[own].lock().unwrap_or_else(PoisonError::into_inner) = seconds;
             self.barrier.wait();
@@ -145,7 +145,7 @@ fn passes(barrier: &Barrier, mut words: memmap2::MmapMut) -> Vec<f64> {
         .map(|_| {
             barrier.wait();
             let start = Instant::now();
-            black_box(sum(black_box(&words)));
+            black_box(sum_words(black_box(&words)));
             start.elapsed().as_secs_f64()
         })
         .collect()
@@ -169,17 +169,6 @@ fn memory_of(threads: u32) -> Result<Vec<memmap2::MmapMut>, DeviceError> {
         Ok(map)
     };
     (0..threads.max(1)).map(map).collect()
-}
-
-/// Adds the words of a slice in 32 independent sums, which the compiler keeps in registers.
-fn sum(bytes: &[u8]) -> u64 {
-    let mut sums = [0_u64; 32];
-    for chunk in bytes.as_chunks::<256>().0 {
-        for (sum, word) in sums.iter_mut().zip(chunk.as_chunks::<8>().0) {
-            *sum = sum.wrapping_add(u64::from_le_bytes(*word));
-        }
-    }
-    sums.iter().fold(0, |all, sum| all.wrapping_add(*sum))
 }
 
 #[cfg(test)]

@@ -88,7 +88,7 @@ fn wait_until_it_listens(child: &mut Child) {
 
 /// The end of a pipe that a process reads, as soon as it does.
 fn pipe_into(child: &mut Child, pipe: &Path) -> File {
-    loop {
+    for _ in 0..3000 {
         // Without the flag this would wait for ever for a process that has ended.
         match OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(pipe) {
             Ok(file) => return file,
@@ -97,6 +97,8 @@ fn pipe_into(child: &mut Child, pipe: &Path) -> File {
         assert!(child.try_wait().expect("a child").is_none(), "it ended before it read the pipe");
         sleep(Duration::from_millis(10));
     }
+    child.kill().expect("a child");
+    panic!("it does not read the pipe");
 }
 
 /// Interrupts a job soon after it began: what is complete is written. `None` when it was faster.

@@ -59,6 +59,8 @@ public:
     void settle(kvpool_cache_t cache) noexcept {
         if (size_.load(std::memory_order_acquire) > 0) settle_some(cache);
     }
+    // How many wait.
+    size_t size() const noexcept { return size_.load(std::memory_order_acquire); }
     // Drops what waits for a cache that is closed. It waits for nobody, since the child of a fork may be without
     // the thread that has the lock; what stays is dropped by `put`.
     void forget(kvpool_cache_t cache) noexcept {
@@ -74,6 +76,8 @@ public:
 private:
     // Given back at a time, from the stack.
     static constexpr size_t RUN = 256;
+    // Verbs that look through a long list before it is looked at whose cache is closed.
+    static constexpr size_t LOOKS = 64;
     struct Entry {
         kvpool_cache_t cache;
         uint64_t handle[2];
@@ -83,15 +87,19 @@ private:
     bool put(const Entry& entry) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
         size_t size = size_.load(std::memory_order_relaxed);
-        if (size >= look_at_) {
-            // Whose cache is closed waits for nothing, and is in everybody's way.
-            size = keep([](const Entry& other) { return !is_over(other.cache); });
-            look_at_ = 2 * size < RUN ? RUN : 2 * size < ROOM ? 2 * size : ROOM;
-        }
+        if (size >= look_at_) size = drop_closed();
         if (size == ROOM) return false;
         entries_[size] = entry;
         size_.store(size + 1, std::memory_order_release);
         return true;
+    }
+    // What waits for a closed cache waits for nothing, and is in everybody's way. How many are left. The caller
+    // has the lock.
+    size_t drop_closed() noexcept {
+        const size_t size = keep([](const Entry& entry) { return !is_over(entry.cache); });
+        look_at_ = 2 * size < RUN ? RUN : 2 * size < ROOM ? 2 * size : ROOM;
+        looks_ = 0;
+        return size;
     }
     // Keeps some entries and their order; how many. The caller has the lock.
     template <class F>
@@ -107,10 +115,11 @@ private:
     // Giving back waits for the cache's readers, so it is done without the lock: another cache's owners do
     // not wait for them.
     void settle_some(kvpool_cache_t cache) noexcept {
+        const Counts counts = count(cache);
         // A step that ended is in the way of all others.
         for (const bool steps : {true, false}) {
             // What is refused comes back to the end of the list: each is tried once.
-            size_t left = count(cache, steps);
+            size_t left = steps ? counts.steps : counts.others;
             while (left > 0) {
                 Entry own[RUN];
                 const size_t wanted = left < RUN ? left : RUN;
@@ -120,14 +129,20 @@ private:
             }
         }
     }
-    // A cache's entries, steps or others.
-    size_t count(kvpool_cache_t cache, bool steps) noexcept {
+    struct Counts {
+        size_t steps = 0;
+        size_t others = 0;
+    };
+    // A cache's entries.
+    Counts count(kvpool_cache_t cache) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
-        size_t count = 0;
+        // A list that stays long is looked through now and then.
+        if (size_.load(std::memory_order_relaxed) > RUN && ++looks_ > LOOKS) drop_closed();
+        Counts counts;
         for (size_t i = 0; i < size_.load(std::memory_order_relaxed); ++i) {
-            if (is_step(entries_[i]) == steps && same(entries_[i].cache, cache)) ++count;
+            if (same(entries_[i].cache, cache)) ++(is_step(entries_[i]) ? counts.steps : counts.others);
         }
-        return count;
+        return counts;
     }
     // Takes the first of a cache's entries, steps or others, out of the list; how many.
     size_t take(kvpool_cache_t cache, bool steps, Entry (&own)[RUN], size_t limit) noexcept {
@@ -169,6 +184,7 @@ private:
     std::atomic<size_t> size_{0};
     // How many entries there are when it is looked next at whose cache is closed.
     size_t look_at_ = RUN;
+    size_t looks_ = 0;
     Entry entries_[ROOM] = {};
 };
 inline Later later;

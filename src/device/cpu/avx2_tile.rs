@@ -266,11 +266,11 @@ struct Packed<'a>(&'a [Line]);
 
 impl Values<Avx2> for Packed<'_> {
     #[inline(always)]
-    fn add(
+    fn add<A: Ahead>(
         self,
         isa: Avx2,
         _tile: &Tile<'_>,
-        _ahead: Option<&mut impl Ahead>,
+        _ahead: Option<&mut A>,
         keys: Keys,
         heads: usize,
         weights: &[TileRow],

@@ -291,7 +291,7 @@ impl<const TERMS: usize> Products for Bf16<TERMS> {
     }
 
     #[inline(always)]
-    fn passes(self, tile: &Tile<'_>, _heads: usize) -> usize {
+    fn passes(self, tile: &Tile<'_>, _heads: usize, _follows: bool) -> usize {
         let parts = tile.row_bytes / (2 * PART);
         if parts.is_multiple_of(2) { parts / 2 } else { parts }
     }

@@ -22,7 +22,7 @@ use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
 use super::tile::{Ahead, Keys, Run, TILE, Tile, TileRow, Vectors, mask};
 use super::values::{Stored, all_values, passes};
-use crate::plan::{Kv, TILE_TOKENS};
+use crate::plan::{Addressing, Kv, TILE_TOKENS};
 
 /// How q·k and the weighted values of a tile are computed.
 pub(super) trait Products: Copy {
@@ -37,6 +37,8 @@ pub(super) trait Products: Copy {
     /// while these values are, which is half as far. With AVX2 that is too near for elements of one
     /// byte.
     const FAR: bool = false;
+    /// Whether it makes a difference in what order the vectors of a slot are read ([`Ahead::FOLLOWS`]).
+    const FOLLOWS: bool = false;
     /// Lines of a query head's weights in the form that `values_of_run` takes.
     const WEIGHT_LINES: usize = 0;
 
@@ -92,8 +94,9 @@ pub(super) trait Products: Copy {
     ) {
         unreachable!("only where `IN_RUNS`")
     }
-    /// How often the first heads go over the tile's values.
-    fn passes(self, tile: &Tile<'_>, heads: usize) -> usize;
+    /// How often the first heads go over the tile's values, or over each quad of them. `follows`:
+    /// [`Ahead::FOLLOWS`]
+    fn passes(self, tile: &Tile<'_>, heads: usize, follows: bool) -> usize;
     /// What is left to do with a split's accumulators.
     #[inline(always)]
     fn finish(self, _acc: &mut [Line]) {}
@@ -115,6 +118,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
     type Isa = I;
     const IN_RUNS: bool = E::BYTES > 1;
     const FAR: bool = !I::WIDE && E::BYTES == 1;
+    const FOLLOWS: bool = I::WIDE;
 
     #[inline(always)]
     fn isa(self) -> I {
@@ -136,7 +140,7 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
         lines: usize,
         scores: &mut [TileRow],
     ) {
-        all_scores::<I, E>(self.0, tile, quads, ahead, q, lines / scores.len(), scores);
+        all_scores::<I, E, _>(self.0, tile, quads, ahead, q, lines / scores.len(), scores);
     }
 
     #[inline(always)]
@@ -167,40 +171,88 @@ impl<I: Isa, E: Element> Products for Lanes<I, E> {
     }
 
     #[inline(always)]
-    fn passes(self, tile: &Tile<'_>, heads: usize) -> usize {
-        passes::<I, E>(tile, heads)
+    fn passes(self, tile: &Tile<'_>, heads: usize, follows: bool) -> usize {
+        passes::<I, E>(tile, heads, follows)
     }
 }
 
-/// Computes one split in f32 lanes; most kernels are instances of this.
+/// The ways in which a split goes over its tiles. A constant of the functions that do, so that each is
+/// compiled by itself: in one function registers for one way's loops would be lacking in another's.
+pub(super) mod way {
+    /// One KV head after the other.
+    pub(in super::super) const PLAIN: u8 = 0;
+    /// The same; memory is asked for a little at a time.
+    pub(in super::super) const SPREAD: u8 = 1;
+    /// The KV heads of a block in the order in which they lie.
+    pub(in super::super) const RUNS: u8 = 2;
+    /// One token and KV head of a slot, in the order in which memory lies
+    /// ([`Ahead::FOLLOWS`](super::Ahead::FOLLOWS)).
+    pub(in super::super) const FOLLOWS: u8 = 3;
+}
+
+/// The way to compute a split in f32 lanes.
+pub(super) fn way_in_lanes<I: Isa, E: Element>(task: &Task<'_>) -> u8 {
+    way_of::<Lanes<I, E>>(task)
+}
+
+/// Computes one split in f32 lanes, as [`way_in_lanes`] says; most kernels are instances of this.
 #[inline(always)]
-pub(super) fn split<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
+pub(super) fn split<I: Isa, E: Element, const WAY: u8>(isa: I, work: &mut Split<'_, '_>) {
+    split_as::<_, WAY>(Lanes::<I, E>(isa, PhantomData), work);
+}
+
+/// The same, in whichever way it is.
+#[inline(always)]
+pub(super) fn split_in_lanes<I: Isa, E: Element>(isa: I, work: &mut Split<'_, '_>) {
     split_with(Lanes::<I, E>(isa, PhantomData), work);
+}
+
+fn way_of<P: Products>(task: &Task<'_>) -> u8 {
+    // Many rows compute for longer than they read. Few registers leave no room for a piece's place,
+    // unless there is but one query head.
+    let room = P::Isa::WIDE || (P::IN_RUNS && task.group == 1);
+    let in_slot = task.view.layout.addressing != Addressing::Blocks;
+    match () {
+        () if room && task.kv_heads > 1 && P::IN_RUNS => way::RUNS,
+        () if room && task.kv_heads > 1 => way::SPREAD,
+        () if P::FOLLOWS && in_slot && task.kv_heads == 1 && task.rows == 1 => way::FOLLOWS,
+        () => way::PLAIN,
+    }
 }
 
 /// Computes one split.
 #[inline(always)]
 pub(super) fn split_with<P: Products>(products: P, work: &mut Split<'_, '_>) {
-    // One KV head alone is a single run, or one of many rows, which compute for longer than they
-    // read. Few registers leave no room for a piece's place, unless there is but one query head.
-    let room = P::Isa::WIDE || (P::IN_RUNS && work.task.group == 1);
-    if room && work.task.kv_heads > 1 {
-        if P::IN_RUNS {
-            split_in_runs(products, work);
-        } else {
-            split_at_pace::<P, true>(products, work);
-        }
-    } else {
-        split_at_pace::<P, false>(products, work);
+    match way_of::<P>(work.task) {
+        way::RUNS => split_as::<P, { way::RUNS }>(products, work),
+        way::SPREAD => split_as::<P, { way::SPREAD }>(products, work),
+        way::FOLLOWS => split_as::<P, { way::FOLLOWS }>(products, work),
+        _ => split_as::<P, { way::PLAIN }>(products, work),
+    }
+}
+
+/// Computes one split in one way.
+#[inline(always)]
+fn split_as<P: Products, const WAY: u8>(products: P, work: &mut Split<'_, '_>) {
+    match WAY {
+        way::RUNS if P::IN_RUNS => split_in_runs(products, work),
+        way::SPREAD if !P::IN_RUNS => split_at_pace::<P, true, false>(products, work),
+        way::FOLLOWS if P::FOLLOWS => split_at_pace::<P, false, true>(products, work),
+        way::PLAIN => split_at_pace::<P, false, false>(products, work),
+        _ => unreachable!("not a way of these products"),
     }
     for kv_head in 0..work.task.kv_heads as usize {
         products.finish(work.parts.of(kv_head).acc.as_chunks_mut().0);
     }
 }
 
-/// Computes one split; with `SPREAD`, memory is asked for a little at a time.
+/// Computes one split; with `SPREAD`, memory is asked for a little at a time. `FOLLOWS`:
+/// [`Ahead::FOLLOWS`]
 #[inline(always)]
-fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<'_, '_>) {
+fn split_at_pace<P: Products, const SPREAD: bool, const FOLLOWS: bool>(
+    products: P,
+    work: &mut Split<'_, '_>,
+) {
     let task = work.task;
     let isa = products.isa();
     let (q, lines) = products.queries(task, work.q, work.coded);
@@ -217,14 +269,18 @@ fn split_at_pace<P: Products, const SPREAD: bool>(products: P, work: &mut Split<
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
         let q = &q[kv_head * lines..][..lines];
-        let mut ahead =
-            if P::FAR { steps.step_ahead::<SPREAD>(Kv::K, 1) } else { steps.values_ahead() };
+        let mut ahead = if P::FAR {
+            steps.step_ahead::<SPREAD, FOLLOWS>(Kv::K, 1)
+        } else {
+            steps.values_ahead()
+        };
         products.scores(tile, tile.quads(), &mut ahead, q, lines, scores);
         isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
         steps.scales_ahead(isa);
         let kv = if P::FAR { Kv::V } else { Kv::K };
-        let mut ahead = steps.step_ahead::<SPREAD>(kv, products.passes(tile, task.heads()));
+        let passes = products.passes(tile, task.heads(), FOLLOWS);
+        let mut ahead = steps.step_ahead::<SPREAD, FOLLOWS>(kv, passes);
         products.values(task, tile, &mut ahead, scores, memory, acc);
     }
 }
@@ -266,7 +322,7 @@ fn split_in_runs<P: Products>(products: P, work: &mut Split<'_, '_>) {
             isa.all_weights(task, &steps.tile, all, [k_scales, v_scales], scores, &mut part);
             products.weights(scores, &mut memory[kv_head * memory_lines..][..memory_lines]);
         }
-        let passes = products.passes(&steps.tile, heads);
+        let passes = products.passes(&steps.tile, heads, Run::FOLLOWS);
         for run in 0..steps.tile.runs() {
             let keys = steps.tile.keys_of(run);
             for kv_head in 0..task.kv_heads as usize {
@@ -372,23 +428,25 @@ impl<'a> Steps<'a> {
 
     /// The next tile's keys and values, of the task's only KV head; asks for its scales right away.
     #[inline(always)]
-    pub(super) fn next_ahead<I: Isa>(&self, isa: I) -> [Vectors<'a, false>; 2] {
+    pub(super) fn next_ahead<I: Isa>(&self, isa: I) -> [Vectors<'a, false, false>; 2] {
         self.next.prefetch_scales(isa, 0);
         [self.next.ahead(Kv::K, 0, 1), self.next.ahead(Kv::V, 0, 1)]
     }
 
     /// What to ask for while the scores are computed: the step's values.
-    pub(super) fn values_ahead<const SPREAD: bool>(&self) -> Vectors<'a, SPREAD> {
+    pub(super) fn values_ahead<const SPREAD: bool, const FOLLOWS: bool>(
+        &self,
+    ) -> Vectors<'a, SPREAD, FOLLOWS> {
         self.tile.ahead(Kv::V, self.kv_head, 1)
     }
 
     /// Keys or values of the step after this one, in `passes` pieces for each quad.
     #[inline(always)]
-    pub(super) fn step_ahead<const SPREAD: bool>(
+    pub(super) fn step_ahead<const SPREAD: bool, const FOLLOWS: bool>(
         &self,
         kv: Kv,
         passes: usize,
-    ) -> Vectors<'a, SPREAD> {
+    ) -> Vectors<'a, SPREAD, FOLLOWS> {
         let (tile, kv_head) = self.next_step();
         tile.ahead(kv, kv_head, passes)
     }

@@ -12,7 +12,7 @@ use super::super::AppendCounts;
 use super::append::{AppendItem, AppendJob, store_item};
 #[cfg(x86_kernels)]
 use super::bf16::Bf16;
-use super::fast::split;
+use super::fast::split_in_lanes;
 use super::lanes::{ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Portable};
 use super::task::Split;
 #[cfg(x86_kernels)]
@@ -50,13 +50,13 @@ impl Kernel for Portable {
     fn split(&self, work: &mut Split<'_, '_>) {
         let format = work.task.view.layout.format;
         match (format.element, format.scale) {
-            (Format::F32, _) => split::<Self, ElementF32>(*self, work),
-            (Format::F16, _) => split::<Self, ElementF16>(*self, work),
-            (Format::Bf16, _) => split::<Self, ElementBf16>(*self, work),
+            (Format::F32, _) => split_in_lanes::<Self, ElementF32>(*self, work),
+            (Format::F16, _) => split_in_lanes::<Self, ElementF16>(*self, work),
+            (Format::Bf16, _) => split_in_lanes::<Self, ElementBf16>(*self, work),
             (Format::Int8, Some(ScaleKind::PerGroup32)) => {
-                split::<Self, ElementI8Grouped>(*self, work);
+                split_in_lanes::<Self, ElementI8Grouped>(*self, work);
             }
-            (Format::Int8, _) => split::<Self, ElementI8>(*self, work),
+            (Format::Int8, _) => split_in_lanes::<Self, ElementI8>(*self, work),
         }
     }
 

@@ -19,6 +19,9 @@ use crate::plan::{E8M8, LANES};
 /// Lanes as a length.
 pub(super) const WIDTH: usize = LANES as usize;
 
+/// Lines of the vectors for which the compiler lays out loops anew: those of 128 elements.
+pub(super) const USUAL: usize = 8;
+
 /// Sixteen numbers in memory.
 pub(super) type Line = [f32; WIDTH];
 

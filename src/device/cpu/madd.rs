@@ -183,7 +183,7 @@ impl<const GROUPED: bool> Products for Integers<GROUPED> {
     }
 
     #[inline(always)]
-    fn passes(self, tile: &Tile<'_>, heads: usize) -> usize {
+    fn passes(self, tile: &Tile<'_>, heads: usize, _follows: bool) -> usize {
         let lines = tile.row_bytes / STEP;
         let group = if GROUPED { GROUP_STEPS } else { lines };
         (lines / lines_at_once(heads, group)).max(1)

@@ -38,6 +38,7 @@ mod memory;
 mod packed;
 mod places;
 mod portion;
+mod probe;
 #[cfg(feature = "model")]
 mod product;
 mod reference;
@@ -66,6 +67,7 @@ mod x86_store;
 mod x86_weights;
 
 pub use memory::available_memory;
+pub use probe::sum_words;
 #[cfg(feature = "model")]
 pub use product::{Products, WeightFormat, Weights};
 pub use threads::Threads;

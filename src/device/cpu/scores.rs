@@ -8,17 +8,36 @@
     reason = "loops over constant bounds index register arrays; this is the form that unrolls"
 )]
 
-use super::lanes::{Element, Isa, Line, WIDTH};
+use super::lanes::{Element, Isa, Line, USUAL, WIDTH};
 use super::tile::{Ahead, Keys, QUAD, Tile, TileRow, prefetch};
 
 /// q·k of all heads with some quads of the tile, in two ranges: what is computed for keys that are
 /// not seen means nothing.
 #[inline(always)]
-pub(super) fn all_scores<I: Isa, E: Element>(
+pub(super) fn all_scores<I: Isa, E: Element, A: Ahead>(
     isa: I,
     tile: &Tile<'_>,
     quads: [Keys; 2],
-    ahead: &mut impl Ahead,
+    ahead: &mut A,
+    q: &[Line],
+    lines: usize,
+    scores: &mut [TileRow],
+) {
+    let is_usual = lines == USUAL && tile.row_bytes == USUAL * WIDTH * E::BYTES;
+    if I::WIDE && A::FOLLOWS && is_usual {
+        all_scores_of::<I, E, A, USUAL>(isa, tile, quads, ahead, q, lines, scores);
+    } else {
+        all_scores_of::<I, E, A, 0>(isa, tile, quads, ahead, q, lines, scores);
+    }
+}
+
+/// The same, with vectors of `L` whole lines; of any length if that is 0.
+#[inline(always)]
+fn all_scores_of<I: Isa, E: Element, A: Ahead, const L: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    quads: [Keys; 2],
+    ahead: &mut A,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
@@ -29,37 +48,37 @@ pub(super) fn all_scores<I: Isa, E: Element>(
     while heads - g >= 4 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if I::WIDE {
-            scores_of::<I, E, 4, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, A, 4, 4, L>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else if E::GROUPED {
-            scores_of::<I, E, 4, 1>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, A, 4, 1, L>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 4, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, A, 4, 2, L>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
         g += 4;
     }
     while heads - g >= 2 {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
         if E::GROUPED && !I::WIDE {
-            scores_of::<I, E, 2, 2>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, A, 2, 2, L>(isa, tile, quads, ahead.take(), q, lines, scores);
         } else {
-            scores_of::<I, E, 2, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+            scores_of::<I, E, A, 2, 4, L>(isa, tile, quads, ahead.take(), q, lines, scores);
         }
         g += 2;
     }
     if heads > g {
         let (q, scores) = (&q[g * lines..], &mut scores[g..]);
-        scores_of::<I, E, 1, 4>(isa, tile, quads, ahead.take(), q, lines, scores);
+        scores_of::<I, E, A, 1, 4, 0>(isa, tile, quads, ahead.take(), q, lines, scores);
     }
 }
 
 /// q·k of `G` heads with some quads of the tile, `K` keys at a time: a whole quad where pieces are
 /// handed out.
 #[inline(always)]
-fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
+fn scores_of<I: Isa, E: Element, A: Ahead, const G: usize, const K: usize, const L: usize>(
     isa: I,
     tile: &Tile<'_>,
     quads: [Keys; 2],
-    mut ahead: Option<&mut impl Ahead>,
+    mut ahead: Option<&mut A>,
     q: &[Line],
     lines: usize,
     scores: &mut [TileRow],
@@ -77,7 +96,7 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
                 piece = ahead.piece(isa);
             }
             for key in (key..key + QUAD).step_by(K) {
-                let sums = products::<I, E, G, K>(isa, tile, piece, key, &heads);
+                let sums = products::<I, E, A, G, K, L>(isa, tile, piece, key, &heads);
                 for g in 0..G {
                     scores[g][key..key + K].copy_from_slice(&sums[g]);
                 }
@@ -88,7 +107,7 @@ fn scores_of<I: Isa, E: Element, const G: usize, const K: usize>(
 
 /// q·k of `G` heads with `K` keys. Asks for as many bytes from `piece` on as it reads.
 #[inline(always)]
-fn products<I: Isa, E: Element, const G: usize, const K: usize>(
+fn products<I: Isa, E: Element, A: Ahead, const G: usize, const K: usize, const L: usize>(
     isa: I,
     tile: &Tile<'_>,
     piece: Option<*const u8>,
@@ -100,7 +119,7 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
     for k in 0..K {
         (rows[k], rests[k]) = E::chunks(tile.k(key + k));
     }
-    let whole = rows[0].len();
+    let whole = if L == 0 { rows[0].len() } else { L };
     let mut heads = *heads;
     let mut tails: [&[Line]; G] = [&[]; G];
     for g in 0..G {
@@ -137,6 +156,14 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
                 }
             }
         }
+    } else if G == 1 && I::WIDE && A::FOLLOWS {
+        // Vector by vector, in the order in which they lie. (With a length that the compiler knows it
+        // would read a vector's last lines first.)
+        for k in 0..K {
+            for (q, chunk) in heads[0].iter().zip(rows[k]) {
+                acc[0][k] = isa.fma(isa.load(q), E::load(isa, chunk), acc[0][k]);
+            }
+        }
     } else {
         for i in 0..whole {
             if let Some(first) = piece {
@@ -151,7 +178,7 @@ fn products<I: Isa, E: Element, const G: usize, const K: usize>(
             }
         }
     }
-    if !E::GROUPED && !rests[0].is_empty() {
+    if L == 0 && !E::GROUPED && !rests[0].is_empty() {
         for k in 0..K {
             let row = E::load_tail(isa, rests[k]);
             for g in 0..G {

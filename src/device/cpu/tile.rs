@@ -228,12 +228,12 @@ impl<'a> Tile<'a> {
 
     /// The vectors of one KV head, counted from the task's first, to be asked for in `passes`
     /// pieces for each quad.
-    pub(super) fn ahead<const SPREAD: bool>(
+    pub(super) fn ahead<const SPREAD: bool, const FOLLOWS: bool>(
         &self,
         kv: Kv,
         kv_head: usize,
         passes: usize,
-    ) -> Vectors<'a, SPREAD> {
+    ) -> Vectors<'a, SPREAD, FOLLOWS> {
         let shift = passes.max(1).ilog2();
         let mut ahead = Vectors {
             pool: self.pool,
@@ -368,6 +368,11 @@ impl<'a> Tile<'a> {
 /// for so few requests at a time that they are best spread over all of the work that goes on
 /// meanwhile.
 pub(super) trait Ahead {
+    /// Whether one token of a slot is computed on, whose vectors lie one behind the other from tile to
+    /// tile: the hardware follows them, if they are read in the order in which they lie. Every
+    /// piece is asked for at once then.
+    const FOLLOWS: bool;
+
     /// Takes the next piece: asks for its lines, or gives its first byte to the caller, who asks
     /// for a line or two with every few instructions. `None` when there is nothing to do.
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8>;
@@ -378,7 +383,7 @@ pub(super) trait Ahead {
 /// and there, where each request takes longer and a burst of them would have to wait. (A type of
 /// its own, since a question in the innermost loops costs some per cent.)
 #[derive(Debug)]
-pub(super) struct Vectors<'a, const SPREAD: bool> {
+pub(super) struct Vectors<'a, const SPREAD: bool, const FOLLOWS: bool> {
     pool: &'a [u8],
     /// Byte offsets of the quads. No block ends inside a quad; where a ring does, or a key is not
     /// seen, the wrong bytes are asked for, which is harmless.
@@ -399,7 +404,9 @@ pub(super) struct Vectors<'a, const SPREAD: bool> {
     even: bool,
 }
 
-impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
+impl<const SPREAD: bool, const FOLLOWS: bool> Ahead for Vectors<'_, SPREAD, FOLLOWS> {
+    const FOLLOWS: bool = FOLLOWS;
+
     #[inline(always)]
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
         if self.left == 0 {
@@ -436,6 +443,8 @@ pub(super) struct Run<'a> {
 }
 
 impl Ahead for Run<'_> {
+    const FOLLOWS: bool = false;
+
     #[inline(always)]
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
         self.pieces = self.pieces.checked_sub(1)?;
@@ -450,7 +459,7 @@ impl Ahead for Run<'_> {
 }
 
 /// Nothing to ask for.
-pub(super) const NOTHING: Option<&mut Vectors<'static, false>> = None;
+pub(super) const NOTHING: Option<&mut Vectors<'static, false, false>> = None;
 
 /// Asks for the cache lines of `bytes` bytes. Any address will do.
 #[inline(always)]

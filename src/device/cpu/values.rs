@@ -9,7 +9,7 @@
 
 use std::marker::PhantomData;
 
-use super::lanes::{Element, Isa, Line, WIDTH};
+use super::lanes::{Element, Isa, Line, USUAL, WIDTH};
 use super::task::Task;
 use super::tile::{Ahead, Keys, NOTHING, QUAD, TILE, Tile, TileRow, prefetch};
 
@@ -17,11 +17,11 @@ use super::tile::{Ahead, Keys, NOTHING, QUAD, TILE, Tile, TileRow, prefetch};
 pub(super) trait Values<I: Isa>: Copy {
     /// Adds the weighted values of some keys to the accumulators of some heads.
     #[expect(clippy::too_many_arguments, reason = "the operands of one product")]
-    fn add(
+    fn add<A: Ahead>(
         self,
         isa: I,
         tile: &Tile<'_>,
-        ahead: Option<&mut impl Ahead>,
+        ahead: Option<&mut A>,
         keys: Keys,
         heads: usize,
         weights: &[TileRow],
@@ -71,11 +71,12 @@ pub(super) fn all_values<I: Isa>(
     }
 }
 
-/// How often the first of `heads` heads go over the tile's values: the lines that are not added up
-/// at once are left for the next time.
+/// How often the first of `heads` heads go over the tile's values, or over each quad of them: the
+/// lines that are not added up at once are left for the next time. `follows`: [`Ahead::FOLLOWS`]
 #[inline(always)]
-pub(super) fn passes<I: Isa, E: Element>(tile: &Tile<'_>, heads: usize) -> usize {
+pub(super) fn passes<I: Isa, E: Element>(tile: &Tile<'_>, heads: usize, follows: bool) -> usize {
     let at_once = match heads {
+        1 if takes_eight::<I, E>(tile, follows) => 8,
         1 => 4,
         2 | 3 => 2,
         _ if I::WIDE => 4,
@@ -83,6 +84,12 @@ pub(super) fn passes<I: Isa, E: Element>(tile: &Tile<'_>, heads: usize) -> usize
     };
     let whole = tile.row_bytes / (E::BYTES * WIDTH);
     (whole / at_once).max(1)
+}
+
+/// Whether one head adds up eight lines at once, so that vectors of 128 elements are read whole.
+#[inline(always)]
+fn takes_eight<I: Isa, E: Element>(tile: &Tile<'_>, follows: bool) -> bool {
+    I::WIDE && follows && (tile.row_bytes / (E::BYTES * WIDTH)).is_multiple_of(8)
 }
 
 /// Sinks and the rest, by name.
@@ -104,11 +111,11 @@ impl<E> Copy for Stored<E> {}
 
 impl<I: Isa, E: Element> Values<I> for Stored<E> {
     #[inline(always)]
-    fn add(
+    fn add<A: Ahead>(
         self,
         isa: I,
         tile: &Tile<'_>,
-        mut ahead: Option<&mut impl Ahead>,
+        mut ahead: Option<&mut A>,
         keys: Keys,
         heads: usize,
         weights: &[TileRow],
@@ -122,44 +129,61 @@ impl<I: Isa, E: Element> Values<I> for Stored<E> {
         while heads - g >= 4 {
             let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
             if I::WIDE {
-                values_of::<I, E, 4, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+                values_of::<I, E, A, 4, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
             } else {
-                values_of::<I, E, 4, 1>(isa, tile, ahead.take(), keys, weights, lines, acc);
+                values_of::<I, E, A, 4, 1>(isa, tile, ahead.take(), keys, weights, lines, acc);
             }
             g += 4;
         }
         while heads - g >= 2 {
             let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
-            values_of::<I, E, 2, 2>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            values_of::<I, E, A, 2, 2>(isa, tile, ahead.take(), keys, weights, lines, acc);
             g += 2;
         }
         if heads > g {
             let (weights, acc) = (&weights[g..], &mut acc[g * lines..]);
-            values_of::<I, E, 1, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            if takes_eight::<I, E>(tile, A::FOLLOWS) {
+                values_of::<I, E, A, 1, 8>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            } else {
+                values_of::<I, E, A, 1, 4>(isa, tile, ahead.take(), keys, weights, lines, acc);
+            }
         }
     }
 }
 
 /// Adds the weighted values to the accumulators of `G` heads, `B` lines at a time.
 #[inline(always)]
-fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
+fn values_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize>(
     isa: I,
     tile: &Tile<'_>,
-    mut ahead: Option<&mut impl Ahead>,
+    mut ahead: Option<&mut A>,
     keys: Keys,
     weights: &[TileRow],
     lines: usize,
     acc: &mut [Line],
 ) {
     let whole = tile.row_bytes / (E::BYTES * WIDTH);
-    let mut first = 0;
-    while first + B <= whole {
-        lines_of::<I, E, G, B>(isa, tile, ahead.as_deref_mut(), keys, first, weights, lines, acc);
-        first += B;
-    }
-    while first < whole {
-        lines_of::<I, E, G, 1>(isa, tile, NOTHING, keys, first, weights, lines, acc);
-        first += 1;
+    // Of fewer lines accumulators would be read and stored again more often than added to.
+    let in_quads = I::WIDE && A::FOLLOWS && B >= 4 && whole > B && whole.is_multiple_of(B);
+    match &mut ahead {
+        Some(ahead) if in_quads && whole == USUAL && lines == USUAL => {
+            quads_of::<I, E, A, G, B, USUAL>(isa, tile, ahead, keys, weights, lines, acc);
+        }
+        Some(ahead) if in_quads => {
+            quads_of::<I, E, A, G, B, 0>(isa, tile, ahead, keys, weights, lines, acc);
+        }
+        _ => {
+            let mut first = 0;
+            while first + B <= whole {
+                let ahead = ahead.as_deref_mut();
+                lines_of::<I, E, G, B>(isa, tile, ahead, keys, first, weights, lines, acc);
+                first += B;
+            }
+            while first < whole {
+                lines_of::<I, E, G, 1>(isa, tile, NOTHING, keys, first, weights, lines, acc);
+                first += 1;
+            }
+        }
     }
     if whole < lines {
         for key in keys.0..keys.1.min(TILE) {
@@ -171,6 +195,81 @@ fn values_of<I: Isa, E: Element, const G: usize, const B: usize>(
             }
         }
     }
+}
+
+/// Adds all lines of the weighted values, `B` lines at a time, quad after quad: so memory is read in
+/// the order in which it lies, quad by quad, and the hardware follows. The order of the additions is that of [`lines_of`]. `L`: the number of lines, or 0 for any.
+#[inline(always)]
+fn quads_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize, const L: usize>(
+    isa: I,
+    tile: &Tile<'_>,
+    ahead: &mut A,
+    keys: Keys,
+    weights: &[TileRow],
+    lines: usize,
+    acc: &mut [Line],
+) {
+    let whole = if L == 0 { tile.row_bytes / (E::BYTES * WIDTH) } else { L };
+    let lines = if L == 0 { lines } else { L };
+    let weights = &weights[..G];
+    let (mut key, end) = (keys.0, keys.1.min(TILE));
+    while key < end {
+        if !key.is_multiple_of(QUAD) || key + QUAD > end {
+            // Where a window begins or ends inside.
+            let to = end.min((key / QUAD + 1) * QUAD);
+            for first in (0..whole).step_by(B) {
+                lines_of::<I, E, G, B>(isa, tile, NOTHING, (key, to), first, weights, lines, acc);
+            }
+            key = to;
+            continue;
+        }
+        let mut rows: [&[E::Chunk]; QUAD] = [&[]; QUAD];
+        for k in 0..QUAD {
+            rows[k] = &E::chunks(tile.v(key + k)).0[..whole];
+        }
+        let mut first = 0;
+        while first < whole {
+            // It is asked for: there is nothing left to do with it.
+            ahead.piece(isa);
+            let mut sums = [[isa.splat(0.0); B]; G];
+            for g in 0..G {
+                let acc = &acc[g * lines + first..][..B];
+                for b in 0..B {
+                    sums[g][b] = isa.load(&acc[b]);
+                }
+            }
+            for k in 0..QUAD {
+                let row = &rows[k][first..first + B];
+                for b in 0..B {
+                    let value = value_of::<I, E>(isa, tile, key + k, first + b, &row[b]);
+                    for g in 0..G {
+                        sums[g][b] = isa.fma(isa.splat(weights[g][key + k]), value, sums[g][b]);
+                    }
+                }
+            }
+            for g in 0..G {
+                let acc = &mut acc[g * lines + first..][..B];
+                for b in 0..B {
+                    isa.store(sums[g][b], &mut acc[b]);
+                }
+            }
+            first += B;
+        }
+        key += QUAD;
+    }
+}
+
+/// A line of a key's values, times its scale if it has one of its own.
+#[inline(always)]
+fn value_of<I: Isa, E: Element>(
+    isa: I,
+    tile: &Tile<'_>,
+    key: usize,
+    line: usize,
+    chunk: &E::Chunk,
+) -> I::V {
+    let value = E::load(isa, chunk);
+    if E::GROUPED { isa.mul(value, isa.splat(tile.v_scale(key, line / 2))) } else { value }
 }
 
 /// Adds lines `first..first + B` of the weighted values to the accumulators of `G` heads.
@@ -206,12 +305,7 @@ fn lines_of<I: Isa, E: Element, const G: usize, const B: usize>(
         }
         let row = &E::chunks(tile.v(key)).0[first..first + B];
         for b in 0..B {
-            let value = E::load(isa, &row[b]);
-            let value = if E::GROUPED {
-                isa.mul(value, isa.splat(tile.v_scale(key, (first + b) / 2)))
-            } else {
-                value
-            };
+            let value = value_of::<I, E>(isa, tile, key, first + b, &row[b]);
             for g in 0..G {
                 sums[g][b] = isa.fma(isa.splat(weights[g][key]), value, sums[g][b]);
             }

@@ -9,7 +9,7 @@ use super::avx2_tile;
 use super::bf16::Bf16;
 use super::bf16_tile::split_many;
 use super::exp::{LN2_HIGH, LN2_LOW, LOG2_E, LOWEST, P, ROUND};
-use super::fast::{split, split_with};
+use super::fast::{split, split_with, way, way_in_lanes};
 use super::kernel::Kernel;
 use super::lanes::{
     AT_ONCE, Element, ElementBf16, ElementF16, ElementF32, ElementI8, ElementI8Grouped, Isa, Line,
@@ -295,13 +295,25 @@ impl Isa for Avx512 {
 macro_rules! kernel {
     ($isa:ident, $name:literal, $features:literal, $split:ident, $store:ident, $integers:expr) => {
         #[target_feature(enable = $features)]
-        fn $split<E: Element>(isa: $isa, work: &mut Split<'_, '_>) {
-            isa.split_in_lanes::<E>(work);
+        fn $split<E: Element, const WAY: u8>(isa: $isa, work: &mut Split<'_, '_>) {
+            isa.split_in_lanes::<E, WAY>(work);
         }
 
         #[target_feature(enable = $features)]
         fn $store(isa: $isa, job: &AppendJob<'_>, item: AppendItem) -> AppendCounts {
             store_item(isa, job, item)
+        }
+
+        impl $isa {
+            /// What computes a split in f32 lanes.
+            fn in_lanes<E: Element>(task: &Task<'_>) -> SplitFn<Self> {
+                match way_in_lanes::<Self, E>(task) {
+                    way::RUNS => $split::<E, { way::RUNS }>,
+                    way::SPREAD => $split::<E, { way::SPREAD }>,
+                    way::FOLLOWS => $split::<E, { way::FOLLOWS }>,
+                    _ => $split::<E, { way::PLAIN }>,
+                }
+            }
         }
 
         impl Kernel for $isa {
@@ -316,12 +328,15 @@ macro_rules! kernel {
                     // SAFETY: `self` exists only on a CPU that has the features (`detect`).
                     return unsafe { split(*self, work) };
                 }
+                let task = work.task;
                 let split = match (format.element, format.scale) {
-                    (Format::F32, _) => $split::<ElementF32>,
-                    (Format::F16, _) => $split::<ElementF16>,
-                    (Format::Bf16, _) => $split::<ElementBf16>,
-                    (Format::Int8, Some(ScaleKind::PerGroup32)) => $split::<ElementI8Grouped>,
-                    (Format::Int8, _) => $split::<ElementI8>,
+                    (Format::F32, _) => Self::in_lanes::<ElementF32>(task),
+                    (Format::F16, _) => Self::in_lanes::<ElementF16>(task),
+                    (Format::Bf16, _) => Self::in_lanes::<ElementBf16>(task),
+                    (Format::Int8, Some(ScaleKind::PerGroup32)) => {
+                        Self::in_lanes::<ElementI8Grouped>(task)
+                    }
+                    (Format::Int8, _) => Self::in_lanes::<ElementI8>(task),
                 };
                 // SAFETY: `self` exists only on a CPU that has the features (`detect`).
                 unsafe { split(*self, work) }
@@ -408,11 +423,12 @@ type SplitFn<I> = unsafe fn(I, &mut Split<'_, '_>);
 impl Avx2 {
     /// Computes one split in f32 lanes.
     #[inline(always)]
-    fn split_in_lanes<E: Element>(self, work: &mut Split<'_, '_>) {
-        if avx2_tile::takes::<E>(work.task) {
+    fn split_in_lanes<E: Element, const WAY: u8>(self, work: &mut Split<'_, '_>) {
+        // Many rows of one KV head go over it in no other way.
+        if WAY == way::PLAIN && avx2_tile::takes::<E>(work.task) {
             avx2_tile::split_many::<E>(self, work);
         } else {
-            split::<Self, E>(self, work);
+            split::<Self, E, WAY>(self, work);
         }
     }
 
@@ -429,8 +445,8 @@ impl Avx2 {
 impl Avx512 {
     /// Computes one split in f32 lanes. Vectors that are widened once gain nothing here.
     #[inline(always)]
-    fn split_in_lanes<E: Element>(self, work: &mut Split<'_, '_>) {
-        split::<Self, E>(self, work);
+    fn split_in_lanes<E: Element, const WAY: u8>(self, work: &mut Split<'_, '_>) {
+        split::<Self, E, WAY>(self, work);
     }
 
     /// None: that is what [`Vnni`] is for.

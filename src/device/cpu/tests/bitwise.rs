@@ -100,6 +100,12 @@ fn rows_at_once_change_no_bit() {
         (1, 8),
         (1, 112),
         (40, 64),
+        (1, 128),
+        (2, 128),
+        (3, 128),
+        (1, 256),
+        (4, 256),
+        (5, 128),
     ];
     for kernel in kernels() {
         for (i, (group, head_dim)) in shapes.into_iter().enumerate() {
@@ -128,6 +134,9 @@ fn rows_at_once_change_no_bit() {
                     }
                     assert!(answer(threads, chunk) == expected, "{params:?} {chunk}");
                 }
+                // One token of a slot is read in another order.
+                let slot = Params { mode: CacheMode::Contiguous, ..params };
+                assert!(in_chunks(slot, 470, 90, 1) == expected, "{slot:?}");
             }
         }
     }
@@ -167,8 +176,18 @@ fn kv_heads_side_by_side_change_no_bit() {
     // Calls with one row a sequence, which take KV heads together: as many as there are, in
     // several blocks and with one left over, or few of them where threads are many. Calls with two
     // rows take each alone, so their last rows are what to compare with.
-    let shapes =
-        [(1, 4, 64), (8, 4, 128), (9, 1, 64), (20, 1, 32), (3, 2, 96), (12, 3, 72), (8, 16, 16)];
+    let shapes = [
+        (1, 4, 64),
+        (8, 4, 128),
+        (9, 1, 64),
+        (20, 1, 32),
+        (3, 2, 96),
+        (12, 3, 72),
+        (8, 16, 16),
+        (4, 1, 128),
+        (4, 2, 128),
+        (2, 1, 256),
+    ];
     for kernel in kernels() {
         for (i, (kv_heads, group, head_dim)) in shapes.into_iter().enumerate() {
             for (j, format) in FORMATS.into_iter().enumerate() {
