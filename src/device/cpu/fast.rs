@@ -20,7 +20,7 @@ use super::lanes::{Element, Isa, Line, WIDTH};
 use super::portion::Portion;
 use super::scores::all_scores;
 use super::task::{Partial, Split, Task, finite_base};
-use super::tile::{Ahead, Keys, Run, TILE, Tile, TileRow, Vectors, mask};
+use super::tile::{Ahead, AheadOf, Keys, Onward, Run, TILE, Tile, TileRow, Vectors, mask};
 use super::values::{Stored, all_values, passes};
 use crate::plan::{Addressing, Kv, TILE_TOKENS};
 
@@ -236,9 +236,9 @@ pub(super) fn split_with<P: Products>(products: P, work: &mut Split<'_, '_>) {
 fn split_as<P: Products, const WAY: u8>(products: P, work: &mut Split<'_, '_>) {
     match WAY {
         way::RUNS if P::IN_RUNS => split_in_runs(products, work),
-        way::SPREAD if !P::IN_RUNS => split_at_pace::<P, true, false>(products, work),
-        way::FOLLOWS if P::FOLLOWS => split_at_pace::<P, false, true>(products, work),
-        way::PLAIN => split_at_pace::<P, false, false>(products, work),
+        way::SPREAD if !P::IN_RUNS => split_at_pace::<P, Vectors<'_, true>>(products, work),
+        way::FOLLOWS if P::FOLLOWS => split_at_pace::<P, Onward<'_>>(products, work),
+        way::PLAIN => split_at_pace::<P, Vectors<'_, false>>(products, work),
         _ => unreachable!("not a way of these products"),
     }
     for kv_head in 0..work.task.kv_heads as usize {
@@ -246,13 +246,9 @@ fn split_as<P: Products, const WAY: u8>(products: P, work: &mut Split<'_, '_>) {
     }
 }
 
-/// Computes one split; with `SPREAD`, memory is asked for a little at a time. `FOLLOWS`:
-/// [`Ahead::FOLLOWS`]
+/// Computes one split, and asks for memory as `A` does.
 #[inline(always)]
-fn split_at_pace<P: Products, const SPREAD: bool, const FOLLOWS: bool>(
-    products: P,
-    work: &mut Split<'_, '_>,
-) {
+fn split_at_pace<'a, P: Products, A: AheadOf<'a>>(products: P, work: &mut Split<'a, '_>) {
     let task = work.task;
     let isa = products.isa();
     let (q, lines) = products.queries(task, work.q, work.coded);
@@ -269,18 +265,14 @@ fn split_at_pace<P: Products, const SPREAD: bool, const FOLLOWS: bool>(
         let mut part = work.parts.of(kv_head);
         tile.row_scales(task, k_scales, v_scales);
         let q = &q[kv_head * lines..][..lines];
-        let mut ahead = if P::FAR {
-            steps.step_ahead::<SPREAD, FOLLOWS>(Kv::K, 1)
-        } else {
-            steps.values_ahead()
-        };
+        let mut ahead: A = if P::FAR { steps.step_ahead(Kv::K, 1) } else { steps.values_ahead() };
         products.scores(tile, tile.quads(), &mut ahead, q, lines, scores);
         isa.all_weights(task, tile, all, [k_scales, v_scales], scores, &mut part);
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
         steps.scales_ahead(isa);
         let kv = if P::FAR { Kv::V } else { Kv::K };
-        let passes = products.passes(tile, task.heads(), FOLLOWS);
-        let mut ahead = steps.step_ahead::<SPREAD, FOLLOWS>(kv, passes);
+        let passes = products.passes(tile, task.heads(), A::FOLLOWS);
+        let mut ahead: A = steps.step_ahead(kv, passes);
         products.values(task, tile, &mut ahead, scores, memory, acc);
     }
 }
@@ -387,7 +379,7 @@ impl<'a> Steps<'a> {
     /// Goes to the next tile, and its first KV head; whether there is one.
     pub(super) fn next_tile(&mut self, task: &Task<'a>) -> bool {
         while self.start < self.end {
-            std::mem::swap(&mut self.tile, &mut self.next);
+            self.tile.become_like(&self.next);
             self.start = self.end.min(self.start.saturating_add(TILE_TOKENS));
             let end = self.ahead.min(self.start.saturating_add(TILE_TOKENS));
             self.next.locate(task, self.start, end);
@@ -428,27 +420,22 @@ impl<'a> Steps<'a> {
 
     /// The next tile's keys and values, of the task's only KV head; asks for its scales right away.
     #[inline(always)]
-    pub(super) fn next_ahead<I: Isa>(&self, isa: I) -> [Vectors<'a, false, false>; 2] {
+    pub(super) fn next_ahead<I: Isa>(&self, isa: I) -> [Vectors<'a, false>; 2] {
         self.next.prefetch_scales(isa, 0);
-        [self.next.ahead(Kv::K, 0, 1), self.next.ahead(Kv::V, 0, 1)]
+        [Vectors::of(&self.next, Kv::K, 0, 1), Vectors::of(&self.next, Kv::V, 0, 1)]
     }
 
     /// What to ask for while the scores are computed: the step's values.
-    pub(super) fn values_ahead<const SPREAD: bool, const FOLLOWS: bool>(
-        &self,
-    ) -> Vectors<'a, SPREAD, FOLLOWS> {
-        self.tile.ahead(Kv::V, self.kv_head, 1)
+    #[inline(always)]
+    pub(super) fn values_ahead<A: AheadOf<'a>>(&self) -> A {
+        A::of(&self.tile, Kv::V, self.kv_head, 1)
     }
 
     /// Keys or values of the step after this one, in `passes` pieces for each quad.
     #[inline(always)]
-    pub(super) fn step_ahead<const SPREAD: bool, const FOLLOWS: bool>(
-        &self,
-        kv: Kv,
-        passes: usize,
-    ) -> Vectors<'a, SPREAD, FOLLOWS> {
+    pub(super) fn step_ahead<A: AheadOf<'a>>(&self, kv: Kv, passes: usize) -> A {
         let (tile, kv_head) = self.next_step();
-        tile.ahead(kv, kv_head, passes)
+        A::of(tile, kv, kv_head, passes)
     }
 
     /// Asks for the scales of the step after this one.

@@ -93,7 +93,11 @@ fn scores_of<I: Isa, E: Element, A: Ahead, const G: usize, const K: usize, const
             let key = quad * QUAD;
             let mut piece = None;
             if let Some(ahead) = &mut ahead {
-                piece = ahead.piece(isa);
+                piece = if L == 0 {
+                    ahead.piece(isa)
+                } else {
+                    ahead.piece_of(isa, QUAD * L * WIDTH * E::BYTES)
+                };
             }
             for key in (key..key + QUAD).step_by(K) {
                 let sums = products::<I, E, A, G, K, L>(isa, tile, piece, key, &heads);

@@ -153,6 +153,20 @@ impl<'a> Tile<'a> {
         }
     }
 
+    /// Becomes what another tile of the task is; that one keeps what it has. (They could change places, but
+    /// that copies three times as much, and references that change places keep the compiler from
+    /// knowing where a tile lies.)
+    #[inline(always)]
+    pub(super) fn become_like(&mut self, other: &Self) {
+        self.start = other.start;
+        self.seen = other.seen;
+        // Entries of keys that are not seen may stay what they are, but a copy of all has no branches.
+        self.at = other.at;
+        if self.scaled {
+            self.scale_at = other.scale_at;
+        }
+    }
+
     /// The keys of the tile that one row sees.
     pub(super) fn seen_by(&self, task: &Task<'_>, row: usize) -> [Keys; 2] {
         self.cut(task.seen_by(row))
@@ -226,31 +240,10 @@ impl<'a> Tile<'a> {
         E8M8(u16::from_le_bytes([self.pool[at], self.pool[at + 1]])).to_f32()
     }
 
-    /// The vectors of one KV head, counted from the task's first, to be asked for in `passes`
-    /// pieces for each quad.
-    pub(super) fn ahead<const SPREAD: bool, const FOLLOWS: bool>(
-        &self,
-        kv: Kv,
-        kv_head: usize,
-        passes: usize,
-    ) -> Vectors<'a, SPREAD, FOLLOWS> {
-        let shift = passes.max(1).ilog2();
-        let mut ahead = Vectors {
-            pool: self.pool,
-            at: [0; QUADS],
-            quads: if self.seen == [(0, 0); 2] { 0 } else { QUADS },
-            quad: 0,
-            first: 0,
-            left: 0,
-            pieces: 1 << shift,
-            bytes: (QUAD * self.row_bytes) >> shift,
-            even: passes.is_power_of_two(),
-        };
-        let offset = kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 };
-        for (quad, at) in ahead.at.iter_mut().enumerate() {
-            *at = self.at[quad * QUAD] + offset;
-        }
-        ahead
+    /// Bytes from the K vector of a key to the one meant.
+    #[inline(always)]
+    fn offset(&self, kv: Kv, kv_head: usize) -> usize {
+        kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 }
     }
 
     /// The keys of a run.
@@ -277,7 +270,7 @@ impl<'a> Tile<'a> {
         let nothing = self.seen == [(0, 0); 2];
         Run {
             pool: self.pool,
-            at: at + kv_head * self.head_stride + if kv == Kv::V { self.to_v } else { 0 },
+            at: at + self.offset(kv, kv_head),
             pieces: if nothing { 0 } else { self.run_quads << shift },
             bytes: (QUAD * self.row_bytes) >> shift,
             even: passes.is_power_of_two(),
@@ -369,13 +362,25 @@ impl<'a> Tile<'a> {
 /// meanwhile.
 pub(super) trait Ahead {
     /// Whether one token of a slot is computed on, whose vectors lie one behind the other from tile to
-    /// tile: the hardware follows them, if they are read in the order in which they lie. Every
-    /// piece is asked for at once then.
+    /// tile: the hardware follows them, if they are read in the order in which they lie.
     const FOLLOWS: bool;
 
     /// Takes the next piece: asks for its lines, or gives its first byte to the caller, who asks
     /// for a line or two with every few instructions. `None` when there is nothing to do.
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8>;
+
+    /// The same for a caller who knows how many bytes a piece has, best of all when it is compiled.
+    #[inline(always)]
+    fn piece_of<I: Isa>(&mut self, isa: I, _bytes: usize) -> Option<*const u8> {
+        self.piece(isa)
+    }
+}
+
+/// An [`Ahead`] of a tile.
+pub(super) trait AheadOf<'a>: Ahead {
+    /// The vectors of one KV head, counted from the task's first, to be asked for in `passes` pieces for
+    /// each quad.
+    fn of(tile: &Tile<'a>, kv: Kv, kv_head: usize, passes: usize) -> Self;
 }
 
 /// Vectors of KV heads, as an [`Ahead`]. A piece is asked for all at once, which is best
@@ -383,7 +388,7 @@ pub(super) trait Ahead {
 /// and there, where each request takes longer and a burst of them would have to wait. (A type of
 /// its own, since a question in the innermost loops costs some per cent.)
 #[derive(Debug)]
-pub(super) struct Vectors<'a, const SPREAD: bool, const FOLLOWS: bool> {
+pub(super) struct Vectors<'a, const SPREAD: bool> {
     pool: &'a [u8],
     /// Byte offsets of the quads. No block ends inside a quad; where a ring does, or a key is not
     /// seen, the wrong bytes are asked for, which is harmless.
@@ -404,8 +409,8 @@ pub(super) struct Vectors<'a, const SPREAD: bool, const FOLLOWS: bool> {
     even: bool,
 }
 
-impl<const SPREAD: bool, const FOLLOWS: bool> Ahead for Vectors<'_, SPREAD, FOLLOWS> {
-    const FOLLOWS: bool = FOLLOWS;
+impl<const SPREAD: bool> Ahead for Vectors<'_, SPREAD> {
+    const FOLLOWS: bool = false;
 
     #[inline(always)]
     fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
@@ -425,6 +430,78 @@ impl<const SPREAD: bool, const FOLLOWS: bool> Ahead for Vectors<'_, SPREAD, FOLL
         }
         prefetch(isa, first, self.bytes);
         None
+    }
+}
+
+impl<'a, const SPREAD: bool> AheadOf<'a> for Vectors<'a, SPREAD> {
+    fn of(tile: &Tile<'a>, kv: Kv, kv_head: usize, passes: usize) -> Self {
+        let shift = passes.max(1).ilog2();
+        let mut ahead = Self {
+            pool: tile.pool,
+            at: [0; QUADS],
+            quads: if tile.seen == [(0, 0); 2] { 0 } else { QUADS },
+            quad: 0,
+            first: 0,
+            left: 0,
+            pieces: 1 << shift,
+            bytes: (QUAD * tile.row_bytes) >> shift,
+            even: passes.is_power_of_two(),
+        };
+        let offset = tile.offset(kv, kv_head);
+        for (quad, at) in ahead.at.iter_mut().enumerate() {
+            *at = tile.at[quad * QUAD] + offset;
+        }
+        ahead
+    }
+}
+
+/// Vectors of a slot, of which each lies behind the one before, as an [`Ahead`]: line by line for a caller
+/// who knows how many there are, and for others all at once.
+#[derive(Debug)]
+pub(super) struct Onward<'a> {
+    pool: &'a [u8],
+    /// Byte offset of the next piece. Behind the end of a ring the wrong bytes are asked for, which is
+    /// harmless.
+    at: usize,
+    /// How many are left.
+    pieces: usize,
+    /// Bytes of a piece.
+    bytes: usize,
+}
+
+impl Ahead for Onward<'_> {
+    const FOLLOWS: bool = true;
+
+    #[inline(always)]
+    fn piece<I: Isa>(&mut self, isa: I) -> Option<*const u8> {
+        let first = self.piece_of(isa, self.bytes)?;
+        prefetch(isa, first, self.bytes);
+        None
+    }
+
+    #[inline(always)]
+    fn piece_of<I: Isa>(&mut self, _isa: I, bytes: usize) -> Option<*const u8> {
+        debug_assert_eq!(bytes, self.bytes, "bytes of a piece");
+        self.pieces = self.pieces.checked_sub(1)?;
+        let first = self.pool.as_ptr().wrapping_add(self.at);
+        self.at = self.at.wrapping_add(bytes);
+        Some(first)
+    }
+}
+
+impl<'a> AheadOf<'a> for Onward<'a> {
+    #[inline(always)]
+    fn of(tile: &Tile<'a>, kv: Kv, kv_head: usize, passes: usize) -> Self {
+        let passes = passes.max(1);
+        // The latest keys are all but always the tile's; sinks are few.
+        let [_, (from, to)] = tile.seen;
+        let before = from * tile.row_bytes;
+        Self {
+            pool: tile.pool,
+            at: tile.at[from % TILE].wrapping_sub(before).wrapping_add(tile.offset(kv, kv_head)),
+            pieces: if from < to { QUADS * passes } else { 0 },
+            bytes: QUAD * tile.row_bytes / passes,
+        }
     }
 }
 
@@ -459,7 +536,7 @@ impl Ahead for Run<'_> {
 }
 
 /// Nothing to ask for.
-pub(super) const NOTHING: Option<&mut Vectors<'static, false, false>> = None;
+pub(super) const NOTHING: Option<&mut Vectors<'static, false>> = None;
 
 /// Asks for the cache lines of `bytes` bytes. Any address will do.
 #[inline(always)]

@@ -198,7 +198,8 @@ fn values_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize>(
 }
 
 /// Adds all lines of the weighted values, `B` lines at a time, quad after quad: so memory is read in
-/// the order in which it lies, quad by quad, and the hardware follows. The order of the additions is that of [`lines_of`]. `L`: the number of lines, or 0 for any.
+/// the order in which it lies, and the hardware follows. The order of the additions is that of [`lines_of`].
+/// `L`: the number of lines, or 0 for any.
 #[inline(always)]
 fn quads_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize, const L: usize>(
     isa: I,
@@ -223,14 +224,18 @@ fn quads_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize, const 
             key = to;
             continue;
         }
-        let mut rows: [&[E::Chunk]; QUAD] = [&[]; QUAD];
+        // Passes of `B` lines: so one check covers all lines of a pass.
+        let mut rows: [&[[E::Chunk; B]]; QUAD] = [&[]; QUAD];
         for k in 0..QUAD {
-            rows[k] = &E::chunks(tile.v(key + k)).0[..whole];
+            rows[k] = &E::chunks(tile.v(key + k)).0.as_chunks().0[..whole / B];
         }
-        let mut first = 0;
-        while first < whole {
-            // It is asked for: there is nothing left to do with it.
-            ahead.piece(isa);
+        for pass in 0..whole / B {
+            let first = pass * B;
+            let piece = if L == 0 {
+                ahead.piece(isa)
+            } else {
+                ahead.piece_of(isa, QUAD * B * WIDTH * E::BYTES)
+            };
             let mut sums = [[isa.splat(0.0); B]; G];
             for g in 0..G {
                 let acc = &acc[g * lines + first..][..B];
@@ -239,7 +244,11 @@ fn quads_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize, const 
                 }
             }
             for k in 0..QUAD {
-                let row = &rows[k][first..first + B];
+                let row = &rows[k][pass];
+                if let Some(first) = piece {
+                    let bytes = B * WIDTH * E::BYTES;
+                    prefetch(isa, first.wrapping_add(k * bytes), bytes);
+                }
                 for b in 0..B {
                     let value = value_of::<I, E>(isa, tile, key + k, first + b, &row[b]);
                     for g in 0..G {
@@ -253,7 +262,6 @@ fn quads_of<I: Isa, E: Element, A: Ahead, const G: usize, const B: usize, const 
                     isa.store(sums[g][b], &mut acc[b]);
                 }
             }
-            first += B;
         }
         key += QUAD;
     }

@@ -21,7 +21,7 @@ use super::lanes::{Isa, Line, WIDTH};
 use super::packed::MANY_HEADS;
 use super::portion::Portion;
 use super::task::{Split, Task};
-use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, prefetch};
+use super::tile::{Ahead, QUAD, TILE, Tile, TileRow, Vectors, prefetch};
 use super::vnni_tile::split_many;
 use super::vnni_values::{all_values, encode_weights};
 use super::x86::Avx512;
@@ -151,8 +151,8 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
     while steps.advance(task) {
         let (tile, kv_head) = (&steps.tile, steps.kv_head);
         // Several heads: K while K is read, and V while V is, which is twice as far ahead.
-        let mut ahead =
-            if SPREAD { steps.step_ahead::<SPREAD, false>(Kv::K, 1) } else { steps.values_ahead() };
+        let mut ahead: Vectors<'_, SPREAD> =
+            if SPREAD { steps.step_ahead(Kv::K, 1) } else { steps.values_ahead() };
         let mut part = work.parts.of(kv_head);
         let coded = &coded[kv_head * per_head..][..per_head];
         tile.row_scales(task, k_scales, v_scales);
@@ -178,7 +178,7 @@ fn split_blocks<const GROUPED: bool, const W: usize, const B: usize, const SPREA
         let acc = part.acc.as_chunks_mut::<WIDTH>().0;
         steps.scales_ahead(isa.0);
         let kv = if SPREAD { Kv::V } else { Kv::K };
-        let mut ahead = steps.step_ahead::<SPREAD, false>(kv, dim / GROUP);
+        let mut ahead: Vectors<'_, SPREAD> = steps.step_ahead(kv, dim / GROUP);
         for (part, scales) in group_scales[..dim / GROUP].iter().enumerate() {
             if GROUPED || part == 0 {
                 let scales = if GROUPED { Some(scales) } else { None };
