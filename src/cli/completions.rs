@@ -32,17 +32,22 @@ pub(super) fn run(
     let report = report?;
     let text = serde_json::to_string_pretty(&report).map_err(io::Error::other)? + "\n";
     let path = out.join("results.json");
-    let written = std::fs::write(&path, &text).map_err(|error| {
-        CliError::from(ModelError::Setting(format!("{}: {error}", path.display())))
-    });
-    let refused = report.runs.iter().filter(|run| run.refused > 0).map(|run| {
-        format!(
-            "variant {:?}: {} can never run; {} says why",
+    let written = std::fs::write(&path, &text)
+        .map_err(|source| CliError::from(ModelError::Write { path, source }));
+    let refusal = |run: &VariantRun| {
+        let first = run.first_refusal.as_ref()?;
+        Some(format!(
+            "variant {:?}: {} of {} can never run; {} says why; the first, {first}",
             run.variant,
-            counted(run.refused, "request"),
+            grouped(run.refused),
+            counted(report.prompts as u64, "prompt"),
             run.completions.display()
-        )
-    });
+        ))
+    };
+    let all_refused = |run: &&VariantRun| run.refused == report.prompts as u64;
+    let refused = report.runs.iter().filter(|run| !all_refused(run)).filter_map(refusal);
+    let mut problems: Vec<String> =
+        report.runs.iter().filter(all_refused).filter_map(refusal).collect();
     let done: usize = report.runs.iter().map(|run| run.requests).sum();
     let all = report.prompts * report.variants;
     let interrupted = report.interrupted.then(|| {
@@ -53,7 +58,8 @@ pub(super) fn run(
         )
     });
     let document = if json { text } else { table_of(&report) };
-    conclude(written, &document, refused, interrupted.into_iter().collect())
+    problems.extend(interrupted);
+    conclude(written, &document, refused, problems)
 }
 
 /// The table, and what there is to say below it.

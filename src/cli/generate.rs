@@ -84,9 +84,7 @@ impl Listener for ToTerminal {
             }
             Ok(())
         };
-        write(&mut out).map_err(|error| {
-            ModelError::Setting(format!("the standard output cannot be written: {error}"))
-        })
+        write(&mut out).and_then(|()| out.flush()).map_err(ModelError::Output)
     }
 }
 
@@ -114,6 +112,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
     let defaults = defaults(args, &source)?;
     let model = model::load(&source)?;
     let config = model::config_of(&source);
+    let mut failures = None;
     let done = match (&args.prompt, &args.batch, &args.out) {
         (Some(prompt), ..) => {
             let request = defaults.request(&model.tokenizer, prompt);
@@ -126,6 +125,7 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
             let to_do = writer.to_do(&prompts);
             let stop = stopped_by_signals();
             let done = complete(&model, &config, &to_do, &mut writer, stop, &mut || {})?;
+            failures = writer.failures();
             if !done.counts.interrupted {
                 writer.finish()?;
             }
@@ -135,11 +135,17 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
         _ => return Ok(()),
     };
     report(&done)?;
+    let mut problems = Vec::new();
+    match failures {
+        Some((failures, true)) => problems.push(failures),
+        Some((failures, false)) => writeln!(io::stderr(), "warning: {failures}")?,
+        None => {}
+    }
     if done.counts.interrupted {
         let problem = "interrupted; what is done is in the file, --resume goes on with it";
-        return Err(CliError::Problems(vec![problem.to_owned()]));
+        problems.push(problem.to_owned());
     }
-    Ok(())
+    if problems.is_empty() { Ok(()) } else { Err(CliError::Problems(problems)) }
 }
 
 /// What the run did, to the standard error.

@@ -235,6 +235,10 @@ enum CliError {
 impl CliError {
     /// Whether the reader has seen enough (`kvpool presets | head -3`).
     fn is_closed_pipe(&self) -> bool {
+        #[cfg(feature = "model")]
+        if let Self::Model(crate::error::ModelError::Output(error)) = self {
+            return error.kind() == io::ErrorKind::BrokenPipe;
+        }
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 

@@ -23,6 +23,17 @@ pub enum ModelError {
         /// What is wrong, and what was expected.
         problem: String,
     },
+    /// A file of completions that cannot be written any further.
+    #[error("{}: cannot be written: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The standard output.
+    #[error("the standard output cannot be written: {0}")]
+    Output(std::io::Error),
     /// A setting that the engine cannot do anything with.
     #[error("{0}")]
     Setting(String),
@@ -50,7 +61,19 @@ impl ModelError {
     /// Whether the command line or a file is at fault, and not the run.
     #[must_use]
     pub fn is_usage(&self) -> bool {
-        !matches!(self, Self::Cache(_) | Self::Device(_) | Self::Open(OpenError::Device(_)))
+        !matches!(
+            self,
+            Self::Cache(_)
+                | Self::Device(_)
+                | Self::Open(OpenError::Device(_))
+                | Self::Write { .. }
+                | Self::Output(_)
+        )
+    }
+
+    /// A file that cannot be written.
+    pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
+        Self::Write { path: path.to_owned(), source }
     }
 
     /// What is wrong with a file as a whole.

@@ -184,16 +184,20 @@ fn fresh(path: &Path) -> io::Result<fs::File> {
 
 /// Writes a file beside its place and moves it there.
 pub(super) fn replace(path: &Path, text: &str) -> Result<(), JobError> {
+    replace_bytes(path, text.as_bytes()).map_err(|error| refused(path, &error))
+}
+
+/// Writes a file beside its place and moves it there. After an error nothing is left of it.
+pub(super) fn replace_bytes(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.tmp", std::process::id()));
     let beside: PathBuf = path.with_file_name(name);
     let written = fresh(&beside)
-        .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
+        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
         .and_then(|()| fs::rename(&beside, path));
-    written.map_err(|error| {
+    written.inspect_err(|_| {
         // What is left of it is of no use; that it cannot be removed changes nothing.
         let _ = fs::remove_file(&beside);
-        refused(path, &error)
     })
 }
 

@@ -274,3 +274,100 @@ fn what_does_not_go_together_is_refused_before_anything_is_computed() {
     fs::write(job.at("out/completions-default.jsonl"), "{\"a\": 1}\n").expect("writes");
     refused(&job.run("out", &["--resume"]), "completions-default.jsonl:1: is no completion");
 }
+
+/// Two programs that go on with one file would write lines twice. What an older version has written
+/// twice is mended.
+#[test]
+#[cfg(unix)]
+fn one_program_at_a_time_writes_a_file() {
+    let Some(job) = Job::new(&prompts(200, 200), "", "") else { return };
+    let file = job.at("out/completions-default.jsonl");
+    let read = || fs::read_to_string(&file).unwrap_or_default();
+    let first = job.command("out", &[]).stderr(Stdio::piped()).spawn().expect("runs");
+    let began = Instant::now();
+    while read().lines().count() < 3 {
+        assert!(began.elapsed() < Duration::from_secs(120), "it writes nothing");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let second = job.run("out", &["--resume"]);
+    interrupt(first.id());
+    assert_eq!(first.wait_with_output().expect("ends").status.code(), Some(1), "interrupted");
+    assert_eq!(second.status.code(), Some(2), "{second:?}");
+    assert!(text(&second.stderr).contains("another program is writing it"), "{second:?}");
+
+    let part = read();
+    let (last, count) = (part.lines().last().expect("a line"), part.lines().count());
+    fs::write(&file, format!("{part}{last}\n{last}\n")).expect("writes");
+    let resumed = job.run("out", &["--resume"]);
+    assert!(resumed.status.success(), "{resumed:?}");
+    assert!(count < 200, "{count}");
+    let number = |line: &str| {
+        serde_json::from_str::<serde_json::Value>(line).expect("JSON")["line"].as_u64()
+    };
+    let lines: Vec<_> = read().lines().map(number).collect();
+    assert_eq!(lines, (1..=200).map(Some).collect::<Vec<_>>());
+}
+
+#[test]
+fn prompts_without_completions_are_not_passed_over_in_silence() {
+    let long = format!(r#"{{"prompt": "{}"}}"#, "a little dog ".repeat(200));
+    let short = r#"{"prompt": "Once", "max_tokens": 4}"#.to_owned();
+    let Some(job) = Job::new(&[long.clone(), short, long.clone()], "", "") else { return };
+    let config = job.at("job.toml");
+    let generate = |prompts: &str, out: &str, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvpool"));
+        command.arg("generate").arg(&config).arg("--batch").arg(job.at(prompts));
+        command.arg("--out").arg(job.at(out)).args(more).output().expect("runs")
+    };
+    for (out, is_warning) in [
+        (generate("prompts.jsonl", "some.jsonl", &[]), true),
+        // Also when an earlier run has written them.
+        (generate("prompts.jsonl", "some.jsonl", &["--resume"]), true),
+        (job.run("some", &[]), true),
+        (job.run("some", &["--resume"]), true),
+        {
+            fs::write(job.at("prompts.jsonl"), format!("{long}\n\n\n{long}\n{long}"))
+                .expect("writes");
+            (generate("prompts.jsonl", "none.jsonl", &[]), false)
+        },
+        (job.run("none", &[]), false),
+        (job.run("none", &["--resume"]), false),
+    ] {
+        let said = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(i32::from(!is_warning)), "{out:?}");
+        let (kind, count) = if is_warning { ("warning: ", 2) } else { ("error: ", 3) };
+        let line =
+            said.lines().find(|line| line.starts_with(kind)).unwrap_or_else(|| panic!("{out:?}"));
+        assert!(line.contains(&format!("{count} of 3 prompts can never run")), "{said}");
+        assert!(line.contains("the first, line 1: "), "{said}");
+        assert!(line.contains("limits.max_seq_len"), "{said}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_no_mistake_of_the_command_line() {
+    let Some(job) = Job::new(&prompts(2, 5), "", "") else { return };
+    let generate = |to: Stdio| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvpool"));
+        let once = ["--prompt", "Once", "--max-tokens", "9"];
+        command.arg("generate").arg(job.at("job.toml")).args(once).stdout(to);
+        command.stderr(Stdio::piped()).spawn().expect("runs")
+    };
+    let full = fs::File::options().write(true).open("/dev/full").expect("opens");
+    let out = generate(full.into()).wait_with_output().expect("ends");
+    assert_eq!(out.status.code(), Some(1), "{out:?}");
+    assert!(text(&out.stderr).contains("the standard output cannot be written: "), "{out:?}");
+    // Whoever stops reading has seen enough.
+    let mut child = generate(Stdio::piped());
+    drop(child.stdout.take());
+    let out = child.wait_with_output().expect("ends");
+    assert_eq!((out.status.code(), text(&out.stderr)), (Some(0), String::new()));
+    // What is no file is not written into, and not taken for one that is there already.
+    let batch = ["--batch", "prompts.jsonl", "--out", "/dev/full"];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvpool"));
+    command.current_dir(job.folder.path()).arg("generate").arg("job.toml").args(batch);
+    let out = command.output().expect("runs");
+    assert_eq!(out.status.code(), Some(2), "{out:?}");
+    assert!(text(&out.stderr).contains("/dev/full: is no file; expected"), "{out:?}");
+}

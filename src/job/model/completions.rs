@@ -3,7 +3,7 @@
 //! `kvpool generate --batch` and `kvpool run` come here with one variant or several; what they
 //! write is the same, line for line.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -78,8 +78,11 @@ pub struct VariantRun {
     pub requests: usize,
     /// Those that an earlier run had written; the figures below are of this run.
     pub requests_before: usize,
-    /// Requests that can never be run; the file says why.
+    /// Those of `requests` that can never be run; the file says why.
     pub refused: u64,
+    /// Why the first of them cannot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub first_refusal: Option<String>,
     /// Prompt tokens of all answers.
     pub prompt_tokens: u64,
     /// Those that were not computed.
@@ -254,7 +257,8 @@ fn describe(name: &str, config: &Config, done: &Done, completions: PathBuf) -> V
         prefix_reuse: done.prefix_reuse,
         requests: 0,
         requests_before: 0,
-        refused: counts.refused,
+        refused: 0,
+        first_refusal: None,
         prompt_tokens: counts.prompt_tokens,
         cached_tokens: counts.cached_tokens,
         new_tokens: counts.new_tokens,
@@ -284,17 +288,23 @@ fn compare(
 ) -> Result<(), ModelError> {
     let failed = |problem: String| ModelError::file(&run.completions, problem);
     let content = std::fs::read_to_string(&run.completions).map_err(|e| failed(e.to_string()))?;
-    let (mut texts, mut requests) = (Texts::new(), 0);
+    let (mut texts, mut requests) = (Texts::new(), BTreeSet::new());
     for line in content.lines() {
         let value: Value = serde_json::from_str(line).map_err(|e| failed(e.to_string()))?;
         let of = value["line"].as_u64().unwrap_or_default();
-        requests += 1;
+        if !requests.insert(of) {
+            continue;
+        }
+        if let Some(error) = value["error"].as_str() {
+            run.refused += 1;
+            run.first_refusal.get_or_insert_with(|| format!("line {of}: {error}"));
+        }
         for (number, one) in value["completions"].as_array().into_iter().flatten().enumerate() {
             texts.insert((of, number), one["text"].as_str().unwrap_or_default().to_owned());
         }
     }
-    run.requests = requests;
-    if requests == prompts {
+    run.requests = requests.len();
+    if run.requests == prompts {
         let bytes = texts.values().flat_map(|text| text.bytes().map(u64::from).chain([256]));
         run.checksum =
             Some(format!("{:016x}", bytes.fold(0, |state, byte| scramble(state ^ byte))));

@@ -8,18 +8,20 @@
 //! interrupted.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::super::output::replace_bytes;
 use super::super::random::{mix, scramble};
 use super::batch::{Answer, Listener, Request};
 use super::sample::Sampling;
 use super::tokenizer::Tokenizer;
 use crate::config::{Config, GenerateConfig, MAX_ANSWERS};
 use crate::error::{CacheError, ModelError};
+use crate::units::{counted, grouped};
 
 /// What lines leave out.
 #[derive(Clone, Debug)]
@@ -212,6 +214,8 @@ pub struct Writer {
     /// Of each prompt's line.
     made_from: BTreeMap<u64, String>,
     done: HashSet<u64>,
+    /// Of the prompts that are done, those without completions, and why.
+    failed: BTreeMap<u64, String>,
 }
 
 impl Writer {
@@ -229,10 +233,14 @@ impl Writer {
         config: &Config,
     ) -> Result<Self, ModelError> {
         let failed = |error: std::io::Error| {
-            let exists = error.kind() == std::io::ErrorKind::AlreadyExists;
+            let exists = error.kind() == std::io::ErrorKind::AlreadyExists && path.is_file();
             let help = if exists { "; --resume goes on with it" } else { "" };
             ModelError::file(path, format!("{error}{help}"))
         };
+        if path.exists() && !path.is_file() {
+            let problem = "is no file; expected one that this command has written, or none";
+            return Err(ModelError::file(path, problem));
+        }
         let made_from: BTreeMap<u64, String> = (prompts.iter())
             .map(|prompt| (prompt.line, made_from(&prompt.request, config)))
             .collect();
@@ -240,15 +248,17 @@ impl Writer {
         if !resume {
             let file = OpenOptions::new().write(true).create_new(true).open(&path);
             let file = file.map_err(failed)?;
-            return Ok(Self { path, file, made_from, done: HashSet::new() });
+            lock(&path, &file)?;
+            return Ok(Self::empty(path, file, made_from));
         }
         let file = OpenOptions::new().read(true).append(true).create(true).open(&path);
         let file = file.map_err(failed)?;
-        let mut writer = Self { path, file, made_from, done: HashSet::new() };
+        lock(&path, &file)?;
+        let mut writer = Self::empty(path, file, made_from);
         let mut whole = 0;
         for (number, line) in (1..).zip(writer.lines()?) {
             whole += line.len() as u64 + 1;
-            let (of, digest) = numbered(&line).ok_or_else(|| {
+            let Numbered { of, digest, error } = numbered(&line).ok_or_else(|| {
                 let problem = "is no completion; expected a file that this command has written";
                 writer.problem(number, problem)
             })?;
@@ -260,9 +270,29 @@ impl Writer {
                 return Err(writer.problem(number, &problem));
             }
             writer.done.insert(of);
+            writer.failed.extend(error.map(|error| (of, error)));
         }
         writer.file.set_len(whole).map_err(failed)?;
         Ok(writer)
+    }
+
+    fn empty(path: PathBuf, file: File, made_from: BTreeMap<u64, String>) -> Self {
+        Self { path, file, made_from, done: HashSet::new(), failed: BTreeMap::new() }
+    }
+
+    /// What there is to say about prompts that have no completions, those of an earlier run among
+    /// them, and whether that is all of them. `None` where every prompt has.
+    #[must_use]
+    pub fn failures(&self) -> Option<(String, bool)> {
+        let (line, first) = self.failed.first_key_value()?;
+        let (count, all) = (self.failed.len(), self.made_from.len());
+        let text = format!(
+            "{} of {} can never run; {} says why; the first, line {line}: {first}",
+            grouped(count as u64),
+            counted(all as u64, "prompt"),
+            self.path.display()
+        );
+        Some((text, count == all))
     }
 
     /// The prompts whose completions are not there yet.
@@ -309,7 +339,10 @@ impl Writer {
             completions: completions.collect(),
             error,
         };
-        let failed = |error: std::io::Error| ModelError::file(&self.path, error.to_string());
+        if let Some(error) = &line.error {
+            self.failed.insert(prompt.line, error.clone());
+        }
+        let failed = |error: std::io::Error| ModelError::write(&self.path, error);
         let mut bytes = serde_json::to_vec(&line).map_err(|error| failed(error.into()))?;
         bytes.push(b'\n');
         // One write: whoever interrupts the program finds the line whole or not there.
@@ -318,32 +351,64 @@ impl Writer {
         Ok(())
     }
 
-    /// Puts the file into the order of the prompts, when all are done. Until that is complete the
-    /// file stays as it was.
+    /// Puts the file into the order of the prompts, each once, when all are done. Until that is
+    /// complete the file stays as it was.
     ///
     /// # Errors
-    /// [`ModelError::File`].
+    /// [`ModelError::File`], [`ModelError::Write`].
     pub fn finish(self) -> Result<(), ModelError> {
         let mut lines = self.lines()?;
-        let order = |line: &Vec<u8>| numbered(line).map_or(0, |(of, _)| of);
-        if lines.is_sorted_by_key(order) {
+        let order = |line: &Vec<u8>| numbered(line).map_or(0, |line| line.of);
+        let numbers: Vec<u64> = lines.iter().map(order).collect();
+        if numbers.is_sorted_by(|a, b| a < b) {
             return Ok(());
         }
         lines.sort_by_key(order);
+        // Versions before the lock let two programs write one file. They wrote the same.
+        lines.dedup_by_key(|line| order(line));
         lines.iter_mut().for_each(|line| line.push(b'\n'));
-        let mut other = self.path.clone().into_os_string();
-        other.push(".sorted");
-        std::fs::write(&other, lines.concat())
-            .and_then(|()| std::fs::rename(&other, &self.path))
-            .map_err(|error| ModelError::file(&self.path, error.to_string()))
+        // A link to the file stays one.
+        let failed = |error| ModelError::write(&self.path, error);
+        let path = self.path.canonicalize().map_err(failed)?;
+        replace_bytes(&path, &lines.concat()).map_err(failed)
     }
 }
 
-/// The number of the prompt's line that a completion belongs to, and what it was made from.
-fn numbered(line: &[u8]) -> Option<(u64, Option<String>)> {
+/// Keeps every other program from writing the same completions until this one closes the file.
+/// Where the file system knows no locks there is nothing that could be done.
+fn lock(path: &Path, file: &File) -> Result<(), ModelError> {
+    let problem = "another program is writing it; wait until that one ends, or choose another file";
+    if matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+        return Err(ModelError::file(path, problem));
+    }
+    // The other one may have ended just now, and have put its sorted lines in this file's place.
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let place = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+        let (held, named) = (file.metadata().map(place), std::fs::metadata(path).map(place));
+        if !matches!((held, named), (Ok(held), Ok(named)) if held == named) {
+            return Err(ModelError::file(path, problem));
+        }
+    }
+    Ok(())
+}
+
+/// What says whose a line of completions is.
+struct Numbered {
+    /// The number of the prompt's line.
+    of: u64,
+    /// What it was made from.
+    digest: Option<String>,
+    /// Why there are no completions.
+    error: Option<String>,
+}
+
+fn numbered(line: &[u8]) -> Option<Numbered> {
     let value: serde_json::Value = serde_json::from_slice(line).ok()?;
-    let digest = value.get("made_from").and_then(|digest| digest.as_str());
-    Some((value.get("line")?.as_u64()?, digest.map(str::to_owned)))
+    let text = |key: &str| value.get(key).and_then(|text| text.as_str()).map(str::to_owned);
+    let of = value.get("line")?.as_u64()?;
+    Some(Numbered { of, digest: text("made_from"), error: text("error") })
 }
 
 /// Writes what is done to a file.
