@@ -50,12 +50,15 @@
  * _digest, nor _save_prefixes, _save_sequence, _export and _read of many bytes. Whoever waits comes before
  * those who come later, so none is kept out. A callback may call no verb and no reader, of any cache
  * (KVPOOL_BUSY): so different caches never wait for each other. A cache is not tied to the thread that opened it.
+ * The library's own threads take none of the process's signals.
  *
- * After fork(2) the child of a process that had opened a cache may close caches, or end, and nothing else: the
- * worker threads are not there. On Linux it waits for nobody, whatever other threads were doing: closing gives
- * KVPOOL_OK, and everything else that takes a handle KVPOOL_STALE_HANDLE.
+ * After fork(2) the child of a process that had opened a cache, even one that is closed again, may close caches,
+ * or end, and nothing else: the worker threads are not there. On Linux it waits for nobody, whatever other threads
+ * were doing: closing gives KVPOOL_OK, and everything else that takes or makes a handle KVPOOL_STALE_HANDLE. A
+ * server that forks its workers opens its caches in them, and none before.
  *
- * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack;
+ * - Any: everything without a cache; kvpool_cache_get_..., kvpool_cache_text and kvpool_cache_dlpack; the four
+ *   calls whose names end in _later;
  *   kvpool_cache_probe (in a plan with contiguous layers it is a reader: what their slots hold is known to
  *   the cache alone).
  * - Reader: kvpool_cache_stats, _group_stats, _evictions, _check, _digest, _export, _read,
@@ -66,6 +69,15 @@
  * One step at a time. While a step is open, verbs that are not of the step give KVPOOL_STEP_OPEN, but for
  * kvpool_cache_poll_events, kvpool_cache_resync_events, kvpool_cache_synchronize, kvpool_cache_cancel_step
  * and kvpool_cache_close.
+ *
+ * Giving back later. kvpool_cache_release_later, kvpool_cache_unpin_later, kvpool_cache_cancel_reservation_later
+ * and kvpool_step_cancel_later are for destructors and for threads other than the one that serves: they are never
+ * refused for an open step or another thread's verb, wait for nobody and make nobody busy. What the handle names
+ * goes at once where nobody is in the cache and no step is open, otherwise as soon as that is so, at the latest
+ * before the next verb or reader of the cache sees anything; an open step that is given back goes before all
+ * others. Until then it is there, and its handle good. A handle whose object is gone by then does nothing.
+ * KVPOOL_BUSY: more wait than the cache has sequences, reservations and pins, which only handles that are given
+ * back more than once can do.
  *
  * Memory. After kvpool_cache_open no call of a cache allocates, on the host or on the device, failing calls
  * included; kvpool_cache_text and kvpool_cache_check are the exceptions, and the functions that save and
@@ -230,8 +242,8 @@ typedef struct kvpool_block {
 
 /* ---------------------------------------------------------------- Config */
 
-/* Loads a TOML file. `overrides` are settings as "limits.max_seqs=8", which win over the file. Any
- * KVPOOL_CONFIG says which file, line and key, and what was expected. */
+/* Loads a TOML file. `overrides` are settings as "limits.max_seqs=8", which win over the file; messages call
+ * them --set, as the command line does. Any KVPOOL_CONFIG says which file, line and key, and what was expected. */
 kvpool_status_t kvpool_config_load(const char *path, const char *const *overrides, size_t num_overrides,
                                    kvpool_config_t *out) KVPOOL_NOEXCEPT;
 
@@ -526,7 +538,7 @@ typedef struct kvpool_retention {
 typedef struct kvpool_begin_options {
     size_t size;
     uint64_t key;              /* the engine's name; no two live sequences have the same */
-    uint32_t has_key;          /* 1: `key` counts */
+    uint32_t has_key;          /* not 0: `key` counts */
     uint32_t max_len;          /* tokens, prompt and output together; 0 = limits.max_seq_len */
     uint32_t lookahead_tokens; /* beyond max_len, that speculative decoding may append and rewind */
     uint32_t num_retentions;   /* at most KVPOOL_MAX_RETENTIONS; 0 where no prefixes are kept in blocks */
@@ -595,6 +607,8 @@ kvpool_status_t kvpool_cache_truncate(kvpool_cache_t cache, kvpool_seq_t sequenc
 
 /* Ends a sequence. Its shareable blocks stay cached until they are evicted. */
 kvpool_status_t kvpool_cache_release(kvpool_cache_t cache, kvpool_seq_t sequence) KVPOOL_NOEXCEPT;
+/* The same as soon as it can be: see "Giving back later". */
+kvpool_status_t kvpool_cache_release_later(kvpool_cache_t cache, kvpool_seq_t sequence) KVPOOL_NOEXCEPT;
 
 typedef struct kvpool_seq_info {
     size_t size;
@@ -650,6 +664,9 @@ kvpool_status_t kvpool_cache_begin_reserved(kvpool_cache_t cache, kvpool_reserva
                                             kvpool_begun_t *out, size_t out_size) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_cancel_reservation(kvpool_cache_t cache,
                                                 kvpool_reservation_t reservation) KVPOOL_NOEXCEPT;
+/* The same as soon as it can be: see "Giving back later". */
+kvpool_status_t kvpool_cache_cancel_reservation_later(kvpool_cache_t cache,
+                                                      kvpool_reservation_t reservation) KVPOOL_NOEXCEPT;
 /* All of them; *cancelled is how many, and may be NULL. */
 kvpool_status_t kvpool_cache_cancel_reservations(kvpool_cache_t cache, uint32_t *cancelled) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_reservations(kvpool_cache_t cache, uint32_t *out) KVPOOL_NOEXCEPT;
@@ -664,6 +681,7 @@ typedef struct kvpool_step_item {
 
 /* Opens a step: all sequences get room for their tokens, or none. `tokens` are the ids of the step's tokens
  * in the order of its rows [num_tokens], so that blocks behind the prompt can be shared; or NULL with 0.
+ * A step of no items is a step: it is to be committed or cancelled as any other.
  * KVPOOL_POOL_EXHAUSTED (not under guaranteed admission), KVPOOL_STEP_TOO_LARGE, KVPOOL_TOO_LONG,
  * KVPOOL_BAD_STEP, KVPOOL_TOKEN_MISMATCH. */
 kvpool_status_t kvpool_cache_reserve(kvpool_cache_t cache, const kvpool_step_item_t *items, size_t num_items,
@@ -813,6 +831,8 @@ kvpool_status_t kvpool_step_commit(kvpool_cache_t cache, kvpool_step_t step) KVP
  * stale, and what was cached and had to go for it, or was taken out of the index to be written, does not come
  * back. */
 kvpool_status_t kvpool_step_cancel(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
+/* The same as soon as it can be: see "Giving back later". */
+kvpool_status_t kvpool_step_cancel_later(kvpool_cache_t cache, kvpool_step_t step) KVPOOL_NOEXCEPT;
 /* The same of the step that is open, whoever has its handle; `cancelled` (may be NULL) is 0 where none was.
  */
 kvpool_status_t kvpool_cache_cancel_step(kvpool_cache_t cache, uint32_t *cancelled) KVPOOL_NOEXCEPT;
@@ -839,13 +859,16 @@ kvpool_status_t kvpool_cache_probe(kvpool_cache_t cache, const uint32_t *prompt,
 kvpool_status_t kvpool_cache_pin(kvpool_cache_t cache, kvpool_seq_t sequence,
                                  kvpool_pin_t *out) KVPOOL_NOEXCEPT;
 kvpool_status_t kvpool_cache_unpin(kvpool_cache_t cache, kvpool_pin_t pin) KVPOOL_NOEXCEPT;
+/* The same as soon as it can be: see "Giving back later". */
+kvpool_status_t kvpool_cache_unpin_later(kvpool_cache_t cache, kvpool_pin_t pin) KVPOOL_NOEXCEPT;
 
 /* Replaces a sequence's retention; [num_retentions], at most KVPOOL_MAX_RETENTIONS. KVPOOL_REUSE_OFF where the
  * plan keeps no prefixes in blocks: there is nothing to keep then. */
 kvpool_status_t kvpool_cache_set_retention(kvpool_cache_t cache, kvpool_seq_t sequence,
                                            const kvpool_retention_t *retentions,
                                            size_t num_retentions) KVPOOL_NOEXCEPT;
-/* What time it is, for retention with a duration: nothing in kvpool looks at a clock. Never goes back. */
+/* What time it is, for retention with a duration: nothing in kvpool looks at a clock. An earlier time
+ * than the one before changes nothing. */
 kvpool_status_t kvpool_cache_set_time_ms(kvpool_cache_t cache, uint64_t now_ms) KVPOOL_NOEXCEPT;
 /* Sequences begin in another epoch: nothing that was cached in others is found any more, because the weights or
  * an adapter changed. An epoch is its number: one that is used again finds again what was cached in it.
@@ -896,7 +919,9 @@ typedef struct kvpool_restored {
     uint64_t file_tokens;
     uint64_t dropped_tokens; /* of these, tokens that are not cached now: there was no room for them, they do
                                 not fill a block, this plan needs more of them than the file has, or too many
-                                chains before them could not be used */
+                                chains before them could not be used. Of tokens that the first of the groups
+                                with blocks took; where this plan's blocks are larger or its windows need what
+                                the file's plan had dropped, fewer of those can be found: docs/save-format.md */
     uint64_t blocks;         /* restored */
     uint64_t blocks_present; /* cached before */
     uint64_t slots;          /* of contiguous layers, that were filled */
@@ -904,8 +929,11 @@ typedef struct kvpool_restored {
 
 /* Writes everything that is cached for reuse, in the present epoch, to a file. The file of that name is
  * replaced when the new one is whole and on the disk: whoever is killed leaves the old one or the new one. It
- * can be read by its owner alone, because prompts and salts are in it. `options` may be NULL. KVPOOL_SAVE_IO,
- * KVPOOL_SAVE_UNDER_WAY, KVPOOL_REUSE_OFF. */
+ * can be read by its owner alone, because prompts and salts are in it. A link of that name is replaced, and not
+ * what it points to; what is neither a file nor a link is refused. Verbs wait for the writing, which may take
+ * long; what is given back later waits too, and makes nobody wait. `options` may be NULL. KVPOOL_SAVE_IO,
+ * KVPOOL_SAVE_UNDER_WAY, KVPOOL_REUSE_OFF, KVPOOL_OUT_OF_MEMORY (of the buffers; where the system refuses even
+ * allocations of a few bytes, it ends the program, as everywhere that Rust allocates). */
 kvpool_status_t kvpool_cache_save_prefixes(kvpool_cache_t cache, const char *path,
                                            const kvpool_save_options_t *options, kvpool_saved_t *out,
                                            size_t out_size) KVPOOL_NOEXCEPT;

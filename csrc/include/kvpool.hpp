@@ -19,12 +19,11 @@
 // Owners. Config, Plan, Cache, Sequence, Pin, Reservation and Step move and do not copy, and give back what
 // they hold when they end; detach() gives the plain handle and ends the ownership. None refers to another:
 // owners may move, and may end in any order (an owner that outlives its cache, or whose sequence was
-// preempted, does nothing). But giving back is a verb: it is refused while a step is open or while another
-// thread is in a verb (and can make another thread's verb busy). What an owner held that ends then is given back
-// when the step ends, or before the next verb; ending::Later::ROOM of them, 65,536, can wait at a time in all
-// caches together. A Cache that ends beside another thread's verb waits for it, a second at most. What cannot be
-// given back then either goes to the handler of set_leak_handler, by default a line on stderr: `handle` is what
-// to give back in its place.
+// preempted, does nothing), on any thread and at any time: what an owner in a cache held that ends while a step is
+// open or another thread is in the cache goes as soon as that is over ("Giving back later" in kvpool.h). That
+// waits for nobody and makes no verb busy. (release(), unpin() and cancel() are verbs.) A Cache that ends beside
+// another thread's verb waits for it, a second at most. What cannot be given back at all goes to the handler of
+// set_leak_handler, by default a line on stderr: `handle` is what to give back in its place.
 //
 // Threads. As in kvpool.h. Its "any" and "reader" are here the const functions of Cache and Sequence, which
 // every thread may call beside a verb; all others, those of Step included, are verbs, one at a time. An owner
@@ -37,6 +36,10 @@
 // Everything has its C handle or struct within reach: c() gives it.
 #ifndef KVPOOL_HPP
 #define KVPOOL_HPP
+
+#if __cplusplus < 201703L && !(defined(_MSVC_LANG) && _MSVC_LANG >= 201703L)
+#error "kvpool.hpp needs C++17; kvpool.h works with every C++ and C"
+#endif
 
 #include "kvpool/result.hpp"
 

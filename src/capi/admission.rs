@@ -4,7 +4,8 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::failure::{CallError, Failure};
 use super::handle::{Parts, pack, unpack};
-use super::object::{Open, reader, verb};
+use super::later::Ended;
+use super::object::{Open, give_back_later, reader, verb};
 use super::sequence::{of_begun, options};
 use crate::cache::Reservation;
 
@@ -101,9 +102,22 @@ pub extern "C" fn kvpool_cache_cancel_reservation(
     cache: kvpool_cache_t,
     reservation: kvpool_reservation_t,
 ) -> kvpool_status_t {
-    verb(cache, |open| {
-        let reservation = take(open, reservation)?;
-        Ok(open.cache.cancel_reservation(reservation)?)
+    verb(cache, |open| cancel(open, reservation))
+}
+
+pub(super) fn cancel(open: &mut Open, handle: kvpool_reservation_t) -> Result<(), Failure> {
+    let reservation = take(open, handle)?;
+    Ok(open.cache.cancel_reservation(reservation)?)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_cache_cancel_reservation_later(
+    cache: kvpool_cache_t,
+    reservation: kvpool_reservation_t,
+) -> kvpool_status_t {
+    give_back_later(cache, || {
+        let Parts { owner, .. } = unpack(reservation)?;
+        Ok((owner, Ended::Reservation(reservation)))
     })
 }
 

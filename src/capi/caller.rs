@@ -11,7 +11,7 @@ use super::bindings::{
     kvpool_seq_info_t, kvpool_stats_t, kvpool_step_csr_t, kvpool_step_device_t,
     kvpool_step_group_t, kvpool_step_view_t,
 };
-use super::failure::CallError;
+use super::failure::{CallError, Failure};
 
 /// Structs that open with their size.
 pub(super) trait Versioned: Copy {
@@ -209,9 +209,13 @@ impl Caller {
         what: &'static str,
         pointer: *const *const c_char,
         len: usize,
-    ) -> Result<Vec<String>, CallError> {
-        let all = self.slice(what, pointer, len)?.iter();
-        all.map(|text| self.text(what, *text).map(str::to_owned)).collect()
+    ) -> Result<Vec<String>, Failure> {
+        let all = self.slice(what, pointer, len)?.iter().enumerate();
+        let one = |(index, text): (usize, &*const c_char)| {
+            let text = self.text(what, *text).map(str::to_owned);
+            text.map_err(|error| Failure::Item { index, error })
+        };
+        all.map(one).collect()
     }
 
     /// A path.

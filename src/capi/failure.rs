@@ -25,6 +25,14 @@ pub(super) enum CallError {
     BadHandle { wanted: &'static str, zero: bool },
     #[error("the handle is of a {what} that is not there: it was closed, or never given out")]
     StaleHandle { what: &'static str },
+    #[error(
+        "this is the child of a fork, and its parent had opened a cache: it may close caches and nothing else; fork before the first cache is opened, or let the child start a program"
+    )]
+    Forked,
+    #[error(
+        "{limit} handles wait to be given back, more than there are good ones; give back each once"
+    )]
+    TooManyWait { limit: usize },
     #[error("the {what} belongs to another cache")]
     ForeignHandle { what: &'static str },
     #[error(
@@ -41,7 +49,7 @@ pub(super) enum CallError {
     InCallback,
     #[error("a step is open; commit or cancel it first")]
     StepOpen,
-    #[error("{out} overlaps {other}; give an output memory of its own")]
+    #[error("{out} overlaps {other}; give each memory of its own")]
     Overlap { out: &'static str, other: &'static str },
     #[error("all {limit} handles of a {what} are in use; close some")]
     TooManyObjects { what: &'static str, limit: usize },
@@ -53,8 +61,8 @@ pub(super) enum CallError {
         "there is nobody to preempt: fewer than two sequences run, or admission promised their blocks"
     )]
     Nobody,
-    #[error("{what} must lie in {where_} memory")]
-    WrongMemory { what: &'static str, where_: &'static str },
+    #[error("{first} and {what} lie in different memories; give all tensors of a call in one")]
+    MixedMemory { first: &'static str, what: &'static str },
     #[error("there is no layer group {group}; the plan has {num_groups}")]
     NoSuchGroup { group: u32, num_groups: u32 },
 }
@@ -115,17 +123,17 @@ impl CallError {
             Self::Misaligned { .. } | Self::BadArgument { .. } => KVPOOL_BAD_ARGUMENT,
             Self::BadSize { .. } => KVPOOL_BAD_SIZE,
             Self::BadHandle { .. } => KVPOOL_BAD_HANDLE,
-            Self::StaleHandle { .. } => KVPOOL_STALE_HANDLE,
+            Self::StaleHandle { .. } | Self::Forked => KVPOOL_STALE_HANDLE,
             Self::ForeignHandle { .. } => KVPOOL_FOREIGN_HANDLE,
             Self::BufferTooSmall { .. } => KVPOOL_BUFFER_TOO_SMALL,
-            Self::Busy | Self::InCallback => KVPOOL_BUSY,
+            Self::Busy | Self::InCallback | Self::TooManyWait { .. } => KVPOOL_BUSY,
             Self::StepOpen => KVPOOL_STEP_OPEN,
             Self::Overlap { .. } => KVPOOL_OVERLAP,
             Self::TooManyObjects { .. } => KVPOOL_TOO_MANY_OBJECTS,
             Self::Poisoned => KVPOOL_POISONED,
             Self::NoView { .. } => KVPOOL_NO_VIEW,
             Self::Nobody => KVPOOL_NOBODY,
-            Self::WrongMemory { .. } => KVPOOL_WRONG_MEMORY,
+            Self::MixedMemory { .. } => KVPOOL_WRONG_MEMORY,
             Self::NoSuchGroup { .. } => KVPOOL_NO_SUCH_GROUP,
         }
     }

@@ -74,6 +74,11 @@ impl<T> Gate<T> {
         Ok(value)
     }
 
+    /// The value, if nobody is in it or waits for it, and it can be used.
+    pub(super) fn try_look(&self) -> Option<Turn<'_, T>> {
+        self.value.try_lock().filter(|_| self.check_usable().is_ok())
+    }
+
     /// Enters for the last time, also what met a panic before; whoever waits, or has looked it up,
     /// is told that it is gone.
     ///

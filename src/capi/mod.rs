@@ -6,6 +6,7 @@
 //! | `failure.rs`, `facts.rs`, `last_error.rs` | statuses, numbers of a failure, last error |
 //! | `handle.rs`, `registry.rs`, `process.rs` | handles, the objects behind them, and what a fork leaves of these |
 //! | `object.rs`, `gate.rs`, `turns.rs` | a cache behind its handle: who may enter, and what a panic leaves |
+//! | `later.rs` | what is given back while it cannot be taken |
 //! | `caller.rs` | pointers of the caller, checked |
 //! | `config.rs`, `plan.rs`, `open.rs`, `dlpack.rs` | config, plan, cache |
 //! | `sequence.rs`, `admission.rs`, `step.rs`, `tensor.rs` | sequences, admission, steps |
@@ -38,6 +39,7 @@ mod fault;
 mod gate;
 mod handle;
 mod last_error;
+mod later;
 mod object;
 mod open;
 mod plan;

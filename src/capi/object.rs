@@ -17,6 +17,7 @@ use super::fault;
 use super::gate::Gate;
 use super::handle;
 use super::last_error::note;
+use super::later::{Ended, Later};
 use super::plan::info_of;
 use super::process;
 use super::registry::Registry;
@@ -41,6 +42,9 @@ pub(super) struct Object {
     pub(super) base: usize,
     pub(super) prober: Option<Prober>,
     pub(super) views: Views,
+    /// The cache's own number, which its handles have.
+    id: u32,
+    later: Later,
     open: Gate<Open>,
 }
 
@@ -54,14 +58,16 @@ pub(super) struct Open {
     pub(super) begun: Vec<Begun>,
     /// By the slot of their sequence. `[seq_slots]`
     pub(super) reservations: Vec<Option<Reservation>>,
+    /// What is being given back, for that time.
+    pub(super) ended: Vec<Ended>,
 }
 
 impl Open {
-    fn new(cache: Cache) -> Result<Self, DeviceError> {
+    fn new(cache: Cache, ended: Vec<Ended>) -> Result<Self, DeviceError> {
         let slots = cache.plan().seq_slots as usize;
         let mut reservations = room(slots)?;
         reservations.resize_with(slots, || None);
-        Ok(Self { cache, batch: room(slots)?, begun: room(slots)?, reservations })
+        Ok(Self { cache, batch: room(slots)?, begun: room(slots)?, reservations, ended })
     }
 }
 
@@ -88,13 +94,16 @@ impl Object {
     pub(super) fn new(cache: Cache, plan: Plan, config: Config) -> Result<Arc<Self>, Failure> {
         let device = cache.device_info();
         let workspace_bytes = device.workspace_bytes.get();
+        let (later, ended) = Later::new(&plan)?;
         Ok(Arc::new(Self {
             info: kvpool_plan_info_t { workspace_bytes, ..info_of(&plan, &config)? },
             device,
             base: cache.pool_ptr().expose_provenance(),
             prober: cache.prober(),
             views: Views::new(plan.geometry.num_layers)?,
-            open: Gate::new(Open::new(cache)?),
+            id: cache.id(),
+            later,
+            open: Gate::new(Open::new(cache, ended)?),
             plan,
             config,
         }))
@@ -110,18 +119,45 @@ impl Object {
 
     fn verb(&self, call: impl FnOnce(&mut Open) -> Result<(), Failure>) -> Result<(), Failure> {
         check_no_callback()?;
-        let (_inside, mut open) = self.open.enter()?;
-        self.run(|| {
-            #[cfg(test)]
-            fault::point();
-            call(&mut open)
-        })
+        let entered = self.open.enter()?;
+        let result = {
+            let (_inside, mut open) = entered;
+            self.run(|| {
+                #[cfg(test)]
+                fault::point();
+                self.later.settle(&mut open);
+                call(&mut open)
+            })
+        };
+        self.settle();
+        result
     }
 
     fn read(&self, call: impl FnOnce(&Open) -> Result<(), Failure>) -> Result<(), Failure> {
         check_no_callback()?;
-        let open = self.open.look()?;
-        self.run(|| call(&open))
+        let mut open = self.open.look()?;
+        let result = self.run(|| {
+            self.later.settle(&mut open);
+            call(&open)
+        });
+        drop(open);
+        self.settle();
+        result
+    }
+
+    /// Gives back what was written down while others were in the cache, unless somebody is again: who
+    /// leaves does it.
+    #[inline]
+    fn settle(&self) {
+        if self.later.is_some()
+            && let Some(mut open) = self.open.try_look()
+        {
+            // A panic poisons the cache, which all who come later are told.
+            let _ = self.run(|| {
+                self.later.settle(&mut open);
+                Ok(())
+            });
+        }
     }
 }
 
@@ -173,6 +209,33 @@ pub(super) fn step_verb(
         let result = call(&mut step);
         let _ = step.detach();
         result
+    })
+}
+
+/// Gives back what a handle of the cache with that number names, now or as soon as it can go.
+pub(super) fn give_back_later(
+    cache: kvpool_cache_t,
+    what: impl FnOnce() -> Result<(u32, Ended), CallError>,
+) -> kvpool_status_t {
+    guarded(|| {
+        let object = CACHES.get(cache)?;
+        object.open.check_usable()?;
+        let (owner, ended) = what()?;
+        if owner != object.id {
+            let what = match ended {
+                Ended::Step(_) => "step",
+                Ended::Sequence(_) => "sequence",
+                Ended::Pin(_) => "pin",
+                Ended::Reservation(_) => "reservation",
+            };
+            return Err(CallError::ForeignHandle { what }.into());
+        }
+        object.later.add(ended)?;
+        // In a callback a cache is held, this one or another.
+        if !IN_CALLBACK.get() {
+            object.settle();
+        }
+        Ok(())
     })
 }
 

@@ -4,7 +4,8 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::failure::Failure;
 use super::handle::{self, of_pin};
-use super::object::{any, reader, verb};
+use super::later::Ended;
+use super::object::{any, give_back_later, reader, verb};
 use super::sequence::{namespace, retentions};
 use crate::cache::{Namespace, Probe};
 
@@ -77,6 +78,17 @@ pub unsafe extern "C" fn kvpool_cache_pin(
 #[unsafe(no_mangle)]
 pub extern "C" fn kvpool_cache_unpin(cache: kvpool_cache_t, pin: kvpool_pin_t) -> kvpool_status_t {
     verb(cache, |open| Ok(open.cache.unpin(handle::pin(pin)?)?))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_cache_unpin_later(
+    cache: kvpool_cache_t,
+    pin: kvpool_pin_t,
+) -> kvpool_status_t {
+    give_back_later(cache, || {
+        let pin = handle::pin(pin)?;
+        Ok((pin.parts().0, Ended::Pin(pin)))
+    })
 }
 
 #[unsafe(no_mangle)]

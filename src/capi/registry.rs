@@ -38,8 +38,9 @@ impl<T> Registry<T> {
     /// Keeps an object and gives its handle.
     ///
     /// # Errors
-    /// [`CallError::TooManyObjects`].
+    /// [`CallError::TooManyObjects`], [`CallError::Forked`].
     pub(super) fn insert<H: Handle>(&self, object: Arc<T>) -> Result<H, CallError> {
+        check_no_fork()?;
         let _rank = rank::take(Rank::Objects);
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let place = match slots.free.pop() {
@@ -61,10 +62,10 @@ impl<T> Registry<T> {
     /// The object of a handle.
     ///
     /// # Errors
-    /// [`CallError::BadHandle`], [`CallError::StaleHandle`].
+    /// [`CallError::BadHandle`], [`CallError::StaleHandle`], [`CallError::Forked`].
     pub(super) fn get<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
-        check_no_fork::<H>()?;
+        check_no_fork()?;
         let _rank = rank::take(Rank::Objects);
         let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         match slots.entries.get(parts.place as usize) {
@@ -83,7 +84,7 @@ impl<T> Registry<T> {
     /// As [`Registry::get`].
     pub(super) fn remove<H: Handle>(&self, handle: H) -> Result<Arc<T>, CallError> {
         let parts = unpack(handle)?;
-        check_no_fork::<H>()?;
+        check_no_fork()?;
         let _rank = rank::take(Rank::Objects);
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let entry = slots.entries.get_mut(parts.place as usize);
@@ -102,6 +103,6 @@ impl<T> Registry<T> {
 
 /// Refuses what was lost in a fork, before the lock is touched: a thread that is not here may have
 /// held it.
-fn check_no_fork<H: Handle>() -> Result<(), CallError> {
-    if process::is_forked() { Err(CallError::StaleHandle { what: H::NAME }) } else { Ok(()) }
+fn check_no_fork() -> Result<(), CallError> {
+    if process::is_forked() { Err(CallError::Forked) } else { Ok(()) }
 }

@@ -4,7 +4,8 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::failure::{CallError, Failure};
 use super::handle::{self, of_seq};
-use super::object::{reader, verb};
+use super::later::Ended;
+use super::object::{give_back_later, reader, verb};
 use crate::cache::{BeginOptions, Begun, KeyPart, Namespace, Retention, Retentions};
 use crate::error::{BatchRefused, CacheError};
 
@@ -177,6 +178,17 @@ pub extern "C" fn kvpool_cache_release(
     sequence: kvpool_seq_t,
 ) -> kvpool_status_t {
     verb(cache, |open| Ok(open.cache.release(handle::seq(sequence)?)?))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_cache_release_later(
+    cache: kvpool_cache_t,
+    sequence: kvpool_seq_t,
+) -> kvpool_status_t {
+    give_back_later(cache, || {
+        let sequence = handle::seq(sequence)?;
+        Ok((sequence.parts().0, Ended::Sequence(sequence)))
+    })
 }
 
 #[unsafe(no_mangle)]

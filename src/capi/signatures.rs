@@ -120,6 +120,8 @@ const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_seq_t, u32) -> kvpool_statu
     super::kvpool_cache_truncate;
 const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_seq_t) -> kvpool_status_t =
     super::kvpool_cache_release;
+const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_seq_t) -> kvpool_status_t =
+    super::kvpool_cache_release_later;
 const _: unsafe extern "C" fn(
     kvpool_cache_t,
     kvpool_seq_t,
@@ -154,6 +156,8 @@ const _: unsafe extern "C" fn(
 ) -> kvpool_status_t = super::kvpool_cache_begin_reserved;
 const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_reservation_t) -> kvpool_status_t =
     super::kvpool_cache_cancel_reservation;
+const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_reservation_t) -> kvpool_status_t =
+    super::kvpool_cache_cancel_reservation_later;
 const _: unsafe extern "C" fn(kvpool_cache_t, *mut u32) -> kvpool_status_t =
     super::kvpool_cache_cancel_reservations;
 const _: unsafe extern "C" fn(kvpool_cache_t, *mut u32) -> kvpool_status_t =
@@ -219,6 +223,8 @@ const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_step_t) -> kvpool_status_t 
     super::kvpool_step_commit;
 const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_step_t) -> kvpool_status_t =
     super::kvpool_step_cancel;
+const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_step_t) -> kvpool_status_t =
+    super::kvpool_step_cancel_later;
 const _: unsafe extern "C" fn(kvpool_cache_t, *mut u32) -> kvpool_status_t =
     super::kvpool_cache_cancel_step;
 const _: unsafe extern "C" fn(
@@ -233,6 +239,8 @@ const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_seq_t, *mut kvpool_pin_t) -
     super::kvpool_cache_pin;
 const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_pin_t) -> kvpool_status_t =
     super::kvpool_cache_unpin;
+const _: unsafe extern "C" fn(kvpool_cache_t, kvpool_pin_t) -> kvpool_status_t =
+    super::kvpool_cache_unpin_later;
 const _: unsafe extern "C" fn(
     kvpool_cache_t,
     kvpool_seq_t,

@@ -6,7 +6,8 @@ use super::bindings::*;
 use super::caller::Caller;
 use super::failure::{CallError, Failure};
 use super::handle::{self, of_step, seq, seq_or_nobodys};
-use super::object::{step_verb, verb, verb_beside_step};
+use super::later::Ended;
+use super::object::{give_back_later, step_verb, verb, verb_beside_step};
 use super::tensor::{Attend, Given, pool_bytes};
 use crate::cache::{AttendOptions, SeqHandle, Step, StepItem};
 use crate::device::BatchSeq;
@@ -328,5 +329,16 @@ pub extern "C" fn kvpool_step_cancel(
     verb_beside_step(cache, |open| {
         Step::cancel(open.cache.resume(handle::step(step)?)?);
         Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn kvpool_step_cancel_later(
+    cache: kvpool_cache_t,
+    step: kvpool_step_t,
+) -> kvpool_status_t {
+    give_back_later(cache, || {
+        let step = handle::step(step)?;
+        Ok((step.parts().0, Ended::Step(step)))
     })
 }

@@ -43,7 +43,11 @@ impl Given {
             KVPOOL_DEVICE_MEMORY => true,
             _ => return bad("has a memory that does not exist"),
         };
-        let Ok(len) = usize::try_from(tensor.len) else {
+        let bytes = tensor.len.checked_mul(dtype.bytes() as u64);
+        let (Ok(len), true) = (
+            usize::try_from(tensor.len),
+            bytes.is_some_and(|bytes| isize::try_from(bytes).is_ok()),
+        ) else {
             return bad("is longer than memory can be");
         };
         if tensor.data.is_null() && len > 0 {
@@ -57,8 +61,7 @@ impl Given {
         if self.on_device == first.on_device {
             return Ok(self);
         }
-        let where_ = if first.on_device { "the device's" } else { "host" };
-        Err(CallError::WrongMemory { what: self.what, where_ })
+        Err(CallError::MixedMemory { first: first.what, what: self.what })
     }
 
     /// In host memory, to be read.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use super::object::{CACHES, reader, verb};
+use super::object::{CACHES, call_back, reader, verb};
 use super::tests::{begin, open, stats};
 use super::*;
 
@@ -96,4 +96,47 @@ fn closing_frees_the_cache_before_it_returns() {
             assert_eq!(object.strong_count(), 0, "somebody still has the cache");
         });
     }
+}
+
+/// What is given back while another thread reads waits for nobody, and is gone when that is over; what
+/// is given back from within a callback goes behind it.
+#[test]
+fn what_is_given_back_later_waits_for_nobody() {
+    let cache = open();
+    let (status, begun) = begin(cache, &[1, 2, 3]);
+    assert_eq!(status, KVPOOL_OK);
+    let [inside, given] = [(); 2].map(|()| Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let status = reader(cache, |open| {
+                inside.wait();
+                given.wait();
+                assert_eq!(open.cache.stats().seqs, 1, "not under a reader's hands");
+                Ok(())
+            });
+            assert_eq!(status, KVPOOL_OK);
+        });
+        inside.wait();
+        assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_OK);
+        given.wait();
+    });
+    // The reader did it on its way out.
+    assert_eq!(
+        reader(cache, |open| {
+            assert_eq!(open.cache.stats().seqs, 0);
+            Ok(())
+        }),
+        KVPOOL_OK
+    );
+    let (_, begun) = begin(cache, &[1, 2, 3]);
+    let status = verb(cache, |_| {
+        call_back(|| {
+            assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_OK);
+        });
+        Ok(())
+    });
+    assert_eq!(status, KVPOOL_OK);
+    assert_eq!(kvpool_cache_release(cache, begun.sequence), KVPOOL_STALE_HANDLE);
+    assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
+    assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_STALE_HANDLE);
 }

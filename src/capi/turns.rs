@@ -77,15 +77,25 @@ impl<T> Turns<T> {
         Turn { value: self.lock_value(), _rank: rank }
     }
 
+    /// The value, if nobody has it or waits for it.
+    pub(super) fn try_lock(&self) -> Option<Turn<'_, T>> {
+        let value = self.try_lock_value()?;
+        Some(Turn { value, _rank: rank::take(Rank::Cache) })
+    }
+
     fn lock_value(&self) -> MutexGuard<'_, T> {
-        if self.waiting.load(Ordering::Relaxed) == 0 {
-            match self.value.try_lock() {
-                Ok(value) => return value,
-                Err(TryLockError::Poisoned(value)) => return value.into_inner(),
-                Err(TryLockError::WouldBlock) => {}
-            }
+        self.try_lock_value().unwrap_or_else(|| self.wait())
+    }
+
+    fn try_lock_value(&self) -> Option<MutexGuard<'_, T>> {
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            return None;
         }
-        self.wait()
+        match self.value.try_lock() {
+            Ok(value) => Some(value),
+            Err(TryLockError::Poisoned(value)) => Some(value.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     #[cold]

@@ -13,7 +13,8 @@
 //! verbs and readers of every cache are refused in it.
 //!
 //! What is beside this needs no rank, because whoever holds it takes nothing else: the lock on
-//! which the CPU device's workers sleep (`cpu/workers.rs`, on loom), and the one that shares out
+//! which the CPU device's workers sleep (`cpu/workers.rs`, on loom), the list of what is given back later
+//! (`capi/later.rs`), and the one that shares out
 //! memory at open (`cpu/memory.rs`). That in front of these threads (`cpu/threads.rs`) is only
 //! tried, and nobody waits for it. Probers take no lock.
 

@@ -8,7 +8,7 @@ use crate::units::{Bytes, grouped};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SaveError {
     /// The operating system refused.
-    #[error("{what} failed (system error {code}); {help}")]
+    #[error("{what} failed{}; {help}", SystemError(*code))]
     Io {
         /// What was tried, with the part of the file.
         what: &'static str,
@@ -116,6 +116,15 @@ pub enum SaveError {
     /// The cache refused, or its device failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
+}
+
+/// The operating system's number in words, if it gave one.
+struct SystemError(i32);
+
+impl std::fmt::Display for SystemError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, " (system error {})", self.0) }
+    }
 }
 
 impl From<DeviceError> for SaveError {

@@ -26,13 +26,10 @@ namespace detail {
 struct CacheKind {
     static constexpr const char* NAME = "Cache";
     static kvpool_status_t give_back(kvpool_cache_t c) noexcept {
-        const kvpool_status_t status = kvpool_cache_close(c);
-        // What waits to be given back to it is gone.
-        if (ending::is_gone(status)) ending::later.forget(c);
-        return status;
+        return kvpool_cache_close(c);
     }
-    // There is no later for a pool, and the verb that is in the way may be the end of a sequence on another
-    // thread: it is tried for a second. (Not for ever: it may be this thread's own, in a callback.)
+    // There is no later for a pool: beside another thread's verb it is tried for a second. (Not for ever: it may
+    // be this thread's own, in a callback.)
     static kvpool_status_t give_back_at_end(kvpool_cache_t c) noexcept {
         const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(1);
         kvpool_status_t status = give_back(c);
@@ -157,18 +154,15 @@ public:
 
     // CUDA: the caller's stream, for all work from here on.
     Result<void> set_stream(void* stream) noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_stream(held_, stream));
     }
     Result<void> synchronize() noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_synchronize(held_));
     }
 
     // ------------------------------------------------------------ Sequences
 
     Result<Begun> begin(span<const uint32_t> prompt, const BeginOptions& options = {}) noexcept {
-        ending::later.settle(held_);
         const kvpool_begin_options_t c_options = options.c();
         kvpool_begun_t c = {};
         if (kvpool_cache_begin(held_, prompt.data(), prompt.size(), &c_options, KVPOOL_OUT(c)) != KVPOOL_OK) {
@@ -178,7 +172,6 @@ public:
     }
     // All or none; Error::index() is the first that was refused. `out` has the size of `items`.
     Result<void> begin_batch(span<const BeginItem> items, span<Begun> out) {
-        ending::later.settle(held_);
         if (items.size() != out.size()) {
             return Error(Status::wrong_shape, "begin_batch: `items` and `out` differ in size");
         }
@@ -210,19 +203,16 @@ public:
     }
     // For sequences that are kept by their plain handle.
     Result<void> release(SeqId id) noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_release(held_, id.c()));
     }
 
     // After Status::pool_exhausted: releases the youngest sequence, whose owner then does nothing.
     Result<Preempted> preempt_youngest() noexcept {
-        ending::later.settle(held_);
         Preempted out = {};
         return detail::result(kvpool_cache_preempt_youngest(held_, KVPOOL_OUT(out)), out);
     }
     // As after open. No sequence and no pin may be alive.
     Result<void> reset() noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_reset(held_));
     }
 
@@ -239,7 +229,6 @@ public:
     }
     // Keeps a place, if begin would succeed now.
     Result<Admitted> can_admit(span<const uint32_t> prompt, const BeginOptions& options = {}) noexcept {
-        ending::later.settle(held_);
         const kvpool_begin_options_t c_options = options.c();
         kvpool_reservation_t c = {};
         Estimate estimate = {};
@@ -255,7 +244,6 @@ public:
     }
     // All of them; how many there were.
     Result<uint32_t> cancel_reservations() noexcept {
-        ending::later.settle(held_);
         uint32_t out = 0;
         return detail::result(kvpool_cache_cancel_reservations(held_, &out), out);
     }
@@ -265,7 +253,6 @@ public:
     // Room for all the items' tokens, or for none. `tokens` are their ids, by rows: blocks behind the prompt
     // can then be shared. Without them these stay private.
     Result<Step> reserve(span<const StepItem> items, span<const uint32_t> tokens = {}) noexcept {
-        ending::later.settle(held_);
         kvpool_step_t c = {};
         // An empty list has an address too.
         const uint32_t* ids = tokens.empty() ? nullptr : tokens.data();
@@ -281,7 +268,6 @@ public:
     Result<bool> cancel_step() noexcept {
         uint32_t cancelled = 0;
         if (kvpool_cache_cancel_step(held_, &cancelled) != KVPOOL_OK) return Error::last();
-        ending::later.settle(held_);
         return cancelled != 0;
     }
 
@@ -296,17 +282,14 @@ public:
     }
     // What time it is, for retention with a duration. Never goes back.
     Result<void> set_time_ms(uint64_t now_ms) noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_time_ms(held_, now_ms));
     }
     // Nothing that was cached before is found any more.
     Result<void> set_epoch(uint64_t epoch) noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_set_epoch(held_, epoch));
     }
     // Evicts every block that nobody holds.
     Result<void> clear_cached() noexcept {
-        ending::later.settle(held_);
         return detail::result(kvpool_cache_clear_cached(held_));
     }
 
@@ -320,7 +303,6 @@ public:
     }
     // Evicts nothing; what has no room is dropped.
     Result<Restored> restore_prefixes(const char* path, const RestoreOptions& options = {}) noexcept {
-        ending::later.settle(held_);
         const kvpool_restore_options_t c = options.c();
         Restored out = {};
         return detail::result(kvpool_cache_restore_prefixes(held_, path, &c, KVPOOL_OUT(out)), out);
@@ -332,7 +314,6 @@ public:
     }
     // With all its tokens in the cache: cached_len of them.
     Result<Begun> restore_sequence(const char* path, const RestoreOptions& options = {}) noexcept {
-        ending::later.settle(held_);
         const kvpool_restore_options_t c_options = options.c();
         kvpool_begun_t c = {};
         if (kvpool_cache_restore_sequence(held_, path, &c_options, KVPOOL_OUT(c)) != KVPOOL_OK) {
@@ -347,7 +328,6 @@ public:
     // over; the events behind that one are lost.
     template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<EventCount> poll_events(F&& each) {
-        ending::later.settle(held_);
         Call call{each};
         EventCount count = {};
         const kvpool_status_t status =
@@ -358,7 +338,6 @@ public:
     // The whole index as events, for a reader that begins late or has lost some; how many.
     template <class F, class Call = detail::EventCall<std::remove_reference_t<F>>>
     Result<uint64_t> resync_events(F&& each) {
-        ending::later.settle(held_);
         Call call{each};
         uint64_t delivered = 0;
         const kvpool_status_t status = kvpool_cache_resync_events(held_, call.from_c, &call, &delivered);

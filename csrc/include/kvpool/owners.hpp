@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "later.hpp"
+#include "ending.hpp"
 #include "tensor.hpp"
 
 namespace kvpool {
@@ -30,12 +30,7 @@ bool is_some(const InCache<C>& held) noexcept {
     return is_some(held.c);
 }
 
-// A step that is open, or another thread's verb: they pass.
-inline bool passes(kvpool_status_t status) noexcept {
-    return status == KVPOOL_STEP_OPEN || status == KVPOOL_BUSY;
-}
-
-// An owner ended: gives back what it held, now or, of what is in a cache, later.
+// An owner ended: gives back what it held; of what is in a cache as soon as that can be.
 template <class Kind, class C>
 void end_of(const C& c) noexcept {
     if (!ending::is_gone(Kind::give_back_at_end(c))) {
@@ -44,18 +39,9 @@ void end_of(const C& c) noexcept {
 }
 template <class Kind, class C>
 void end_of(const InCache<C>& held) noexcept {
-    const kvpool_status_t status = Kind::give_back(held);
-    if (ending::is_gone(status)) return;
-    const kvpool_error_t error = ending::last_error();
-    if (passes(status) && ending::later.add(held.cache, held.c.word, Kind::again)) return;
-    ending::leaked(Kind::NAME, held.cache, held.c.word, error);
-}
-template <class C>
-C of_words(const uint64_t (&words)[2]) noexcept {
-    C c;
-    c.word[0] = words[0];
-    c.word[1] = words[1];
-    return c;
+    if (!ending::is_gone(Kind::give_back_later(held))) {
+        ending::leaked(Kind::NAME, held.cache, held.c.word, ending::last_error());
+    }
 }
 
 // Holds one object, moves, and gives it back at its end. `Kind` has NAME and give_back.
@@ -134,8 +120,8 @@ struct SequenceKind {
     static kvpool_status_t give_back(const InCache<kvpool_seq_t>& held) noexcept {
         return kvpool_cache_release(held.cache, held.c);
     }
-    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
-        return kvpool_cache_release(cache, of_words<kvpool_seq_t>(words));
+    static kvpool_status_t give_back_later(const InCache<kvpool_seq_t>& held) noexcept {
+        return kvpool_cache_release_later(held.cache, held.c);
     }
 };
 struct PinKind {
@@ -143,8 +129,8 @@ struct PinKind {
     static kvpool_status_t give_back(const InCache<kvpool_pin_t>& held) noexcept {
         return kvpool_cache_unpin(held.cache, held.c);
     }
-    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
-        return kvpool_cache_unpin(cache, of_words<kvpool_pin_t>(words));
+    static kvpool_status_t give_back_later(const InCache<kvpool_pin_t>& held) noexcept {
+        return kvpool_cache_unpin_later(held.cache, held.c);
     }
 };
 struct ReservationKind {
@@ -152,19 +138,18 @@ struct ReservationKind {
     static kvpool_status_t give_back(const InCache<kvpool_reservation_t>& held) noexcept {
         return kvpool_cache_cancel_reservation(held.cache, held.c);
     }
-    static kvpool_status_t again(kvpool_cache_t cache, const uint64_t (&words)[2]) noexcept {
-        return kvpool_cache_cancel_reservation(cache, of_words<kvpool_reservation_t>(words));
+    static kvpool_status_t give_back_later(const InCache<kvpool_reservation_t>& held) noexcept {
+        return kvpool_cache_cancel_reservation_later(held.cache, held.c);
     }
 };
 struct StepKind {
     static constexpr const char* NAME = "Step";
     static kvpool_status_t give_back(const InCache<kvpool_step_t>& held) noexcept {
-        const kvpool_status_t status = kvpool_step_cancel(held.cache, held.c);
-        // What ended while it was open.
-        if (status == KVPOOL_OK) ending::later.settle(held.cache);
-        return status;
+        return kvpool_step_cancel(held.cache, held.c);
     }
-    static constexpr ending::Later::GiveBack again = ending::Later::cancel_step;
+    static kvpool_status_t give_back_later(const InCache<kvpool_step_t>& held) noexcept {
+        return kvpool_step_cancel_later(held.cache, held.c);
+    }
 };
 
 }  // namespace detail
@@ -274,7 +259,6 @@ public:
     Pin(kvpool_cache_t cache, PinId id) noexcept : Owner({cache, id.c()}) {}
     PinId id() const noexcept { return PinId(held_.c); }
     Result<void> unpin() noexcept {
-        ending::later.settle(held_.cache);
         return give_back();
     }
     PinId detach() noexcept { return PinId(let_go().c); }
@@ -296,29 +280,24 @@ public:
 
     // A second sequence with the same tokens: blocks are shared until one of them writes.
     Result<Sequence> fork() noexcept {
-        ending::later.settle(held_.cache);
         kvpool_seq_t c = {};
         if (kvpool_cache_fork(held_.cache, held_.c, &c) != KVPOOL_OK) return Error::last();
         return Sequence(held_.cache, SeqId(c));
     }
     // Rewinds to `len` tokens.
     Result<void> truncate(uint32_t len) noexcept {
-        ending::later.settle(held_.cache);
         return detail::result(kvpool_cache_truncate(held_.cache, held_.c, len));
     }
     Result<Pin> pin() noexcept {
-        ending::later.settle(held_.cache);
         kvpool_pin_t c = {};
         if (kvpool_cache_pin(held_.cache, held_.c, &c) != KVPOOL_OK) return Error::last();
         return Pin(held_.cache, PinId(c));
     }
     Result<void> set_retention(span<const Retention> retentions) noexcept {
-        ending::later.settle(held_.cache);
         return detail::result(
             kvpool_cache_set_retention(held_.cache, held_.c, retentions.data(), retentions.size()));
     }
     Result<void> release() noexcept {
-        ending::later.settle(held_.cache);
         return give_back();
     }
     SeqId detach() noexcept { return SeqId(let_go().c); }
@@ -340,7 +319,6 @@ public:
     ReservationId id() const noexcept { return ReservationId(held_.c); }
     // Makes it a sequence. What fails leaves the reservation as it was.
     Result<Begun> begin() noexcept {
-        ending::later.settle(held_.cache);
         kvpool_begun_t c = {};
         if (kvpool_cache_begin_reserved(held_.cache, held_.c, KVPOOL_OUT(c)) != KVPOOL_OK) {
             return Error::last();
@@ -348,7 +326,6 @@ public:
         return Begun{Sequence(let_go().cache, SeqId(c.sequence)), c.cached_len, c.limit};
     }
     Result<void> cancel() noexcept {
-        ending::later.settle(held_.cache);
         return give_back();
     }
     ReservationId detach() noexcept { return ReservationId(let_go().c); }
@@ -422,12 +399,9 @@ public:
 
     // Makes the tokens part of their sequences. The step is over, also when this fails, but for Status::busy.
     Result<void> commit() noexcept {
-        const kvpool_cache_t cache = held_.cache;
-        const kvpool_status_t status = kvpool_step_commit(cache, held_.c);
+        const kvpool_status_t status = kvpool_step_commit(held_.cache, held_.c);
         if (status != KVPOOL_BUSY) let_go();
-        auto committed = detail::result(status);
-        ending::later.settle(cache);
-        return committed;
+        return detail::result(status);
     }
     Result<void> cancel() noexcept { return give_back(); }
 

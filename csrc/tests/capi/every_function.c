@@ -279,6 +279,23 @@ static void steps(kvpool_cache_t cache) {
     OK(kvpool_cache_cancel_step(cache, NULL));
     EXPECT(KVPOOL_STALE_HANDLE, kvpool_step_cancel(cache, step));
 
+    /* What is given back while a step is open goes when that is over, and a step before all others. */
+    kvpool_stats_t stats;
+    kvpool_begun_t brief;
+    OK(kvpool_cache_begin(cache, prompt, 3, NULL, KVPOOL_OUT(brief)));
+    OK(kvpool_cache_reserve(cache, &item, 1, prompt + 8, 3, &step));
+    OK(kvpool_cache_release_later(cache, brief.sequence));
+    OK(kvpool_cache_stats(cache, KVPOOL_OUT(stats)));
+    CHECK(stats.seqs == 2);
+    OK(kvpool_step_cancel_later(cache, step));
+    OK(kvpool_cache_stats(cache, KVPOOL_OUT(stats)));
+    CHECK(stats.seqs == 1);
+    EXPECT(KVPOOL_STALE_HANDLE, kvpool_step_commit(cache, step));
+    EXPECT(KVPOOL_STALE_HANDLE, kvpool_cache_release(cache, brief.sequence));
+    /* What is gone already needs nothing. */
+    OK(kvpool_step_cancel_later(cache, step));
+    OK(kvpool_cache_release_later(cache, brief.sequence));
+
     /* Which entry was refused. */
     kvpool_error_t refused;
     const kvpool_step_item_t twice[] = {item, item}, forged[] = {item, {{{1, 2}}, 1, 0}};
@@ -328,6 +345,11 @@ static void admission(kvpool_cache_t cache) {
     OK(kvpool_cache_begin_reserved(cache, reservations[0], KVPOOL_OUT(begun)));
     OK(kvpool_cache_cancel_reservation(cache, reservations[1]));
     EXPECT(KVPOOL_STALE_HANDLE, kvpool_cache_cancel_reservation(cache, reservations[1]));
+    OK(kvpool_cache_cancel_reservation_later(cache, reservations[1]));
+    OK(kvpool_cache_can_admit(cache, prompt, 3, NULL, &reservations[1], KVPOOL_OUT(estimate)));
+    OK(kvpool_cache_cancel_reservation_later(cache, reservations[1]));
+    OK(kvpool_cache_reservations(cache, &held));
+    CHECK(held == 1);
     EXPECT(KVPOOL_RESERVATIONS_HELD, kvpool_cache_set_epoch(cache, 1));
     OK(kvpool_cache_cancel_reservations(cache, &held));
     CHECK(held == 1);
@@ -394,6 +416,7 @@ static void prefixes(kvpool_cache_t cache) {
     OK(kvpool_cache_namespace_numbers(cache, &options.name_space, numbers));
     CHECK(numbers[0] != 0);
     OK(kvpool_cache_unpin(cache, pin));
+    OK(kvpool_cache_unpin_later(cache, pin));
 
     uint64_t delivered = 0, lost = 77;
     OK(kvpool_cache_poll_events(cache, hear, &heard, &delivered, &lost));

@@ -331,7 +331,7 @@ void saves(kvpool::Cache& cache) {
 // What ends while it cannot go goes as soon as it can, and what never can is told.
 void ending(kvpool::Cache& cache) {
     kvpool::set_leak_handler([](const kvpool::Leak& leak) {
-        CHECK(std::string_view(leak.what) == "Sequence" && leak.status == KVPOOL_STEP_OPEN);
+        CHECK(std::string_view(leak.what) == "Sequence" && leak.status == KVPOOL_BUSY);
         CHECK((leak.handle[0] | leak.handle[1]) != 0 && (leak.cache.word[0] | leak.cache.word[1]) != 0 &&
               leak.message[0] != '\0');
         ++leaks;
@@ -348,10 +348,10 @@ void ending(kvpool::Cache& cache) {
     {
         auto step = cache.reserve({{other, 1}}).value();
         const kvpool::SeqId id = other.detach();
-        for (size_t i = 0; i < kvpool::ending::Later::ROOM; ++i) kvpool::Sequence(cache.c(), id);
-        CHECK(leaks == 0);
-        kvpool::Sequence(cache.c(), id);
-        CHECK(leaks == 1);
+        // More than good handles can be: the same one again and again.
+        int given = 0;
+        for (; leaks == 0 && given < 100000; ++given) kvpool::Sequence(cache.c(), id);
+        CHECK(leaks == 1 && given > 64);
     }
     // The step was cancelled at its end, and the sequence went behind it.
     CHECK(cache.stats()->seqs == 0 && cache.clear_cached().ok());
@@ -363,20 +363,6 @@ void ending(kvpool::Cache& cache) {
         held = kvpool::Sequence();
         // By its owner, or behind all owners' backs.
         if (i % 2 == 0) CHECK(kvpool_cache_close(brief.detach()) == KVPOOL_OK);
-        CHECK(leaks == 1);
-    }
-    // Those that were closed behind their owners' backs are found when there are many.
-    CHECK(kvpool::ending::later.size() < 300);
-    {
-        auto brief = kvpool::Cache::own(check_open(nullptr, 0));
-        auto held = brief.begin({1, 2, 3}).value().sequence;
-        brief.reserve({{held, 1}}).value().detach();
-        const kvpool::SeqId id = held.detach();
-        for (size_t i = 0; i < kvpool::ending::Later::ROOM; ++i) kvpool::Sequence(brief.c(), id);
-        CHECK(leaks == 1 && kvpool_cache_close(brief.detach()) == KVPOOL_OK);
-        auto next = cache.begin({1, 2, 3}).value().sequence;
-        auto step = cache.reserve({{next, 1}}).value();
-        next = kvpool::Sequence();
         CHECK(leaks == 1);
     }
     CHECK(cache.stats()->seqs == 0 && cache.clear_cached().ok());

@@ -19,6 +19,10 @@ static kvpool_status_t seq_release(kvpool_cache_t cache, uint64_t a, uint64_t b)
     HANDLE(kvpool_seq_t, seq);
     return kvpool_cache_release(cache, seq);
 }
+static kvpool_status_t seq_release_later(kvpool_cache_t cache, uint64_t a, uint64_t b) {
+    HANDLE(kvpool_seq_t, seq);
+    return kvpool_cache_release_later(cache, seq);
+}
 static kvpool_status_t seq_fork(kvpool_cache_t cache, uint64_t a, uint64_t b) {
     HANDLE(kvpool_seq_t, seq);
     kvpool_seq_t forked;
@@ -218,6 +222,8 @@ static void edge_02_handles_that_are_none(void) {
     const kvpool_seq_t seq = full(cache), foreign = full(other);
     forged(cache, SEQ_CALLS, NUM_SEQ_CALLS, seq.word[0], seq.word[1]);
     refused(cache, SEQ_CALLS, NUM_SEQ_CALLS, foreign.word[0], foreign.word[1], KVPOOL_FOREIGN_HANDLE);
+    EXPECT(KVPOOL_FOREIGN_HANDLE, seq_release_later(cache, foreign.word[0], foreign.word[1]));
+    EXPECT(KVPOOL_BAD_HANDLE, seq_release_later(cache, 0, 0));
 
     kvpool_pin_t pin;
     kvpool_reservation_t reservation;
@@ -233,6 +239,7 @@ static void edge_02_handles_that_are_none(void) {
     forged_of(0, cache, refs, 1, block.word[0], block.word[1]);
     /* Of another kind, each as each. */
     refused(cache, SEQ_CALLS, NUM_SEQ_CALLS, pin.word[0], pin.word[1], KVPOOL_BAD_HANDLE);
+    EXPECT(KVPOOL_BAD_HANDLE, seq_release_later(cache, pin.word[0], pin.word[1]));
     refused(cache, SEQ_CALLS, NUM_SEQ_CALLS, reservation.word[0], reservation.word[1], KVPOOL_BAD_HANDLE);
     refused(cache, unpin, 1, seq.word[0], seq.word[1], KVPOOL_BAD_HANDLE);
     refused(cache, reserved, 2, seq.word[0], seq.word[1], KVPOOL_BAD_HANDLE);

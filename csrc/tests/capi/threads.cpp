@@ -244,7 +244,7 @@ void a_forked_child_ends() {
             auto held = own.begin(prompt(1, 9)).value().sequence;
             auto step = own.reserve({{held, 1}}).value();
             const kvpool::SeqId id = held.detach();
-            for (int i = 0; i < 300; ++i) kvpool::Sequence(own.c(), id);
+            for (int i = 0; i < 60; ++i) kvpool::Sequence(own.c(), id);
         }
         CHECK(own.close().ok());
     });
@@ -297,6 +297,60 @@ void each_its_own() {
     for (const uint64_t digest : digests) CHECK(digest == digests[0]);
 }
 
+// Owners that end on any thread, at any time, make no verb busy, and all that they held goes.
+void ends_are_in_nobodys_way(long steps) {
+    auto cache = open();
+    std::atomic<bool> over{false};
+    std::mutex lock;
+    std::vector<kvpool::Sequence> dropped;
+    std::vector<std::thread> others;
+    for (int i = 0; i < 3; ++i) {
+        others.emplace_back([&] {
+            while (!over) {
+                std::vector<kvpool::Sequence> own;
+                {
+                    const std::lock_guard<std::mutex> guard(lock);
+                    own.swap(dropped);
+                }
+                // Ends here, and again and again what has ended: a handle of nothing.
+                for (const kvpool::Sequence& one : own) kvpool::Sequence(cache.c(), one.id());
+                own.clear();
+                let_others_run();
+            }
+        });
+    }
+    for (long i = 0; i < steps; ++i) {
+        // Of four places, those that were let go may not have come back yet.
+        auto begun = cache.begin(prompt(1, 9));
+        while (!begun) {
+            CHECK(begun.status() == Status::no_seq_slot || begun.status() == Status::not_admitted);
+            let_others_run();
+            begun = cache.begin(prompt(1, 9));
+        }
+        auto let_go = cache.begin(prompt(2, 9));
+        if (let_go) {
+            const std::lock_guard<std::mutex> guard(lock);
+            dropped.push_back(std::move(let_go->sequence));
+        } else {
+            CHECK(let_go.status() == Status::no_seq_slot || let_go.status() == Status::not_admitted);
+        }
+        auto step = cache.reserve({{begun->sequence, 1}}).value();
+        step.mark_all_appended().value();
+        if (i % 3 == 0) {
+            CHECK(step.commit().ok());
+        }
+        if (i % 3 == 1) {
+            CHECK(step.cancel().ok());
+        }
+        // A reader shows nothing that was given back before, unless a step is open.
+        CHECK(cache.check().ok());
+    }
+    over = true;
+    for (std::thread& other : others) other.join();
+    dropped.clear();
+    CHECK(cache.stats()->seqs == 0 && cache.check().ok() && cache.close().ok());
+}
+
 // Two threads close the same cache: one does, the other is told.
 void closed_twice() {
     for (int round = 0; round < 50; ++round) {
@@ -323,6 +377,7 @@ int main(int argc, char** argv) {
     callbacks_wait_for_nobody();
     a_forked_child_ends();
     each_its_own();
+    ends_are_in_nobodys_way(argc > 1 ? std::atol(argv[1]) : 2000);
     closed_twice();
     std::printf("ok\n");
 }

@@ -18,7 +18,8 @@ fn refused(what: &'static str, help: &'static str, error: &std::io::Error) -> Sa
     SaveError::Io { what, code: error.raw_os_error().unwrap_or(0), help }
 }
 
-const PATH: &str = "give a path in a folder that can be written to";
+const PATH: &str =
+    "check the path, whether its folder can be written to, and the limit of open files";
 const ROOM: &str = "make room on the disk, or give a path on another; the old file is as it was";
 const NAMED: &str = "the new file is in its place, and may not outlast a power cut; save again";
 const COPY: &str = "check the path and the disk, and restore another copy, or start without";
@@ -37,6 +38,14 @@ pub(super) struct Writer {
 impl Writer {
     /// Begins a file that will replace `path`.
     pub(super) fn create(path: &Path) -> Result<Self, SaveError> {
+        // A device or a pipe is none of ours to replace, and a folder cannot be. A link is replaced itself.
+        if let Ok(about) = std::fs::symlink_metadata(path)
+            && !about.is_file()
+            && !about.is_symlink()
+        {
+            let error = std::io::Error::from(ErrorKind::InvalidInput);
+            return Err(refused("saving in the place of what is no file", PATH, &error));
+        }
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(".kvpool-part");
         let part = path.with_file_name(name);

@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
 
+use super::signals::Blocked;
 use crate::error::DeviceError;
 use crate::units::Bytes;
 
@@ -138,6 +139,7 @@ fn touch(bytes: &mut [u8], threads: usize) {
         }
     };
     std::thread::scope(|scope| {
+        let _blocked = Blocked::new();
         for _ in 1..threads {
             if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;

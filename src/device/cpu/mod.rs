@@ -44,6 +44,7 @@ mod product;
 mod reference;
 mod rope;
 mod scores;
+mod signals;
 mod store;
 mod task;
 #[cfg(test)]

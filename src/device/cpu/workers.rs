@@ -40,6 +40,7 @@ use std::{
 
 use super::super::room;
 use super::float_mode::FloatMode;
+use super::signals::Blocked;
 use crate::error::DeviceError;
 
 /// In `state`: the dispatch may be joined.
@@ -281,6 +282,7 @@ impl Workers {
             process: std::process::id(),
             not_sync: PhantomData,
         };
+        let blocked = Blocked::new();
         for index in 1..threads {
             let shared = Arc::clone(&workers.shared);
             let handle = thread::Builder::new()
@@ -292,6 +294,7 @@ impl Workers {
                 })?;
             workers.handles.push(handle);
         }
+        drop(blocked);
         while workers.shared.ready.load(Acquire) < workers.handles.len() {
             thread::yield_now();
         }
