@@ -161,10 +161,16 @@ pub fn grouped(number: u64) -> String {
     out
 }
 
-/// A count and what is counted, whose plural ends in s: `1 sequence`, `2,048 sequences`.
+/// A count and what is counted, whose plural ends in s, or in ies for y: `1 sequence`, `2,048
+/// sequences`, `3 entries`.
 #[must_use]
 pub fn counted(count: u64, what: &str) -> String {
-    format!("{} {what}{}", grouped(count), if count == 1 { "" } else { "s" })
+    let number = grouped(count);
+    match what.strip_suffix('y') {
+        _ if count == 1 => format!("{number} {what}"),
+        Some(stem) => format!("{number} {stem}ies"),
+        None => format!("{number} {what}s"),
+    }
 }
 
 /// The binary units that sizes are read and written in, biggest first.
@@ -192,20 +198,25 @@ impl Bytes {
 
 /// A text that is not a size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{text:?} is not a size; write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as \"24 GiB\""
-)]
+#[error("{text:?} is {}", if *.is_too_large { TOO_LARGE } else { NO_SIZE })]
 pub struct SizeError {
     /// The text.
     pub text: String,
+    /// Whether it is the size of more bytes than 64 bits can count.
+    pub is_too_large: bool,
 }
+
+const TOO_LARGE: &str = "16 EiB or more, which is beyond any memory";
+const NO_SIZE: &str = "not a size; write a number of bytes, or a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, \
+     such as \"24 GiB\"";
 
 impl FromStr for Bytes {
     type Err = SizeError;
 
     /// Reads `25769803776`, `24 GiB`, `24GiB` or `1.5 GiB`. A fraction must come to whole bytes.
     fn from_str(text: &str) -> Result<Self, SizeError> {
-        let error = || SizeError { text: text.to_owned() };
+        let error = || SizeError { text: text.to_owned(), is_too_large: false };
+        let too_large = || SizeError { text: text.to_owned(), is_too_large: true };
         let trimmed = text.trim();
         let split = trimmed
             .find(|c: char| !(c.is_ascii_digit() || c == '.' || c == '_'))
@@ -227,8 +238,9 @@ impl FromStr for Bytes {
         if whole.is_empty() || (digits.contains('.') && fraction.is_empty()) || fraction.len() > 9 {
             return Err(error());
         }
-        let whole: u64 = whole.parse().map_err(|_| error())?;
-        let mut bytes = whole.checked_mul(factor).ok_or_else(error)?;
+        // It is made of digits: what else can be wrong with it is that there are too many.
+        let whole: u64 = whole.parse().map_err(|_| too_large())?;
+        let mut bytes = whole.checked_mul(factor).ok_or_else(too_large)?;
         if !fraction.is_empty() {
             let parts = 10_u128.pow(u32::try_from(fraction.len()).map_err(|_| error())?);
             let numerator = fraction.parse::<u128>().map_err(|_| error())? * u128::from(factor);
@@ -236,7 +248,7 @@ impl FromStr for Bytes {
                 return Err(error());
             }
             let extra = u64::try_from(numerator / parts).map_err(|_| error())?;
-            bytes = bytes.checked_add(extra).ok_or_else(error)?;
+            bytes = bytes.checked_add(extra).ok_or_else(too_large)?;
         }
         Ok(Self(bytes))
     }
@@ -280,6 +292,7 @@ mod tests {
         assert_eq!(grouped(999), "999");
         assert_eq!(counted(1, "block"), "1 block");
         assert_eq!(counted(0, "block"), "0 blocks");
+        assert_eq!([counted(1, "entry"), counted(2, "entry")], ["1 entry", "2 entries"]);
         assert_eq!(counted(1024, "block"), "1,024 blocks");
         assert_eq!(Bytes(3_355_443_200).human(), "3.125 GiB");
         assert_eq!(Bytes(17).human(), "17 B");

@@ -230,8 +230,11 @@ fn shards_are_the_whole_and_what_is_done_is_not_done_again() {
         done(&report).iter().filter(|run| run.evictions == 777_777).count()
     };
     assert_eq!(resume(&source), before.runs.len());
+    // Of another workload there is nothing to go on with.
     let other = CHAT.replace("requests = 60", "requests = 59");
-    assert_eq!(resume(&self::source(&[MODEL, &other, VARIANTS])), 0);
+    let options = ReplayOptions { done: &before.runs, ..ReplayOptions::default() };
+    let error = replay(&self::source(&[MODEL, &other, VARIANTS]), &options, &Silent);
+    assert!(matches!(error, Err(kvpool::error::JobError::OtherJob)), "{error:?}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CliError, Shard, conclude, keep_names, stopped_by_signals, table, text_of};
+use super::{CliError, Shard, catch_signals, conclude, keep_names, stop_flag, table, text_of};
 use crate::config::{self, Compute, Source, WorkloadConfig};
 use crate::error::JobError;
 use crate::job::replay::{
@@ -145,26 +145,16 @@ pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError
     }
     let done = options.before(output::read)?.map_or_else(Vec::new, |before| before.runs);
     let shard = options.shard.map(|shard| (shard.part, shard.of));
-    let asked = ReplayOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
-    let report = match Bars::new() {
-        Some(bars) => {
-            let report = replay(source, &asked, &bars);
-            bars.end();
-            report?
-        }
-        None => replay(source, &asked, &job::Silent)?,
-    };
-    show(&report, options)
+    let asked = ReplayOptions { shard, done: &done, stop: Some(stop_flag()) };
+    let bars = Bars::new();
+    let report = replay(source, &asked, &bars);
+    bars.end();
+    show(&report?, options)
 }
 
 /// Prints a report, writes its files, and says what is missing or wrong.
 pub(super) fn show(report: &Replay, options: &Options<'_>) -> Result<(), CliError> {
     let document = if options.json { output::json(report) } else { text(report) };
-    let damaged = (report.workload.damaged_lines > 0).then(|| {
-        let lines = counted(report.workload.damaged_lines, "damaged line");
-        let first = report.workload.first_damaged.as_deref().unwrap_or_default();
-        format!("{lines} left out; the first: {first}")
-    });
     let refused = done(report).filter_map(|run| {
         let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
         let all = counted(report.workload.requests, "request");
@@ -187,7 +177,7 @@ pub(super) fn show(report: &Replay, options: &Options<'_>) -> Result<(), CliErro
         output::read(folder).is_ok_and(|old| old.is_some_and(|old| output::has_more(&old, report)))
     };
     let write = |folder: &Path| output::write(report, folder);
-    let warnings = damaged.into_iter().chain(refused);
+    let warnings = report.workload.warnings().into_iter().chain(refused);
     options.conclude(&document, &part, has_more, write, warnings, output::problems(report))
 }
 
@@ -341,7 +331,8 @@ pub(super) fn whole(number: f64) -> u64 {
     whole
 }
 
-/// One bar over all variants, on the standard error, and only when that is a terminal.
+/// One bar over all variants, on the standard error, and only when that is a terminal. Signals are
+/// caught from where it begins.
 struct Bars {
     bar: ProgressBar,
     /// How many variants there are, and how many are done.
@@ -349,18 +340,18 @@ struct Bars {
 }
 
 impl Bars {
-    fn new() -> Option<Self> {
-        if !io::stderr().is_terminal() {
-            return None;
+    fn new() -> Self {
+        let bar = ProgressBar::hidden();
+        bar.set_length(1);
+        if io::stderr().is_terminal() {
+            bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(8));
         }
-        let bar = ProgressBar::new(1);
-        bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(8));
         // The template is ours; a bar in the default style would still be a bar.
         let template = "{prefix} [{bar:30}] {human_pos} of {human_len} requests, {eta} left";
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        Some(Self { bar, count: Mutex::new((0, 0)) })
+        Self { bar, count: Mutex::new((0, 0)) }
     }
 
     fn end(&self) {
@@ -370,6 +361,7 @@ impl Bars {
 
 impl ReplayObserver for Bars {
     fn begins(&self, variants: usize, workload: &WorkloadSummary) {
+        catch_signals();
         self.bar.set_length(workload.requests * variants as u64);
         if let Ok(mut count) = self.count.lock() {
             count.0 = variants;

@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use super::compare::{Options, Part, WIDTH, figure, percent, short, whole};
-use super::progress::{Bars, NoBars};
-use super::run::{allocated, warning};
-use super::{CliError, keep_names, stopped_by_signals, table, text_of};
+use super::progress::{Bars, CatchingSignals, NoBars};
+use super::run::{allocated, reuses, warning};
+use super::{CliError, keep_names, stop_flag, table, text_of};
 use crate::config::Source;
 use crate::job::computed::{self, ComputeOptions, Computed};
 use crate::job::report::devices;
@@ -17,10 +17,10 @@ use crate::units::{counted, grouped};
 pub(super) fn run(source: &Source, options: &Options<'_>) -> Result<(), CliError> {
     let done = options.before(computed::read)?.map_or_else(Vec::new, |before| before.runs);
     let shard = options.shard.map(|shard| (shard.part, shard.of));
-    let asked = ComputeOptions { shard, done: &done, stop: Some(stopped_by_signals()) };
+    let asked = ComputeOptions { shard, done: &done, stop: Some(stop_flag()) };
     let report = match Bars::new() {
-        Some(mut bars) => computed::compute(source, &asked, &mut bars)?,
-        None => computed::compute(source, &asked, &mut NoBars)?,
+        Some(mut bars) => computed::compute(source, &asked, &mut CatchingSignals(&mut bars))?,
+        None => computed::compute(source, &asked, &mut CatchingSignals(&mut NoBars))?,
     };
     show(&report, options)
 }
@@ -42,7 +42,7 @@ pub(super) fn show(report: &Computed, options: &Options<'_>) -> Result<(), CliEr
             .is_ok_and(|old| old.is_some_and(|old| computed::has_more(&old, report)))
     };
     let write = |folder: &Path| computed::write(report, folder);
-    let warnings = runs().filter_map(warning);
+    let warnings = report.workload.warnings().into_iter().chain(runs().filter_map(warning));
     options.conclude(&document, &part, has_more, write, warnings, problems)
 }
 
@@ -66,6 +66,9 @@ fn text(report: &Computed) -> String {
     if let Some(about) = workload.about_outputs() {
         let _ = writeln!(text, "{about}\n");
     }
+    // Tokens a second count what was computed: who finds tokens in the cache has fewer of them.
+    let reuses = reuses(&done);
+    let speed = if reuses { "cache\ntime s" } else { "tokens/s" };
     let header = [
         "variant",
         "pool",
@@ -73,7 +76,7 @@ fn text(report: &Computed) -> String {
         "wasted,\nmean",
         "at\nonce",
         "hit\nrate",
-        "tokens/s",
+        speed,
         "step\nms p50",
         "step\nms p99",
         "max\nerror",
@@ -89,7 +92,7 @@ fn text(report: &Computed) -> String {
             short(whole(run.mean_waste_bytes)),
             format!("{:.1}", run.mean_running),
             if run.prefix_reuse { percent(run.prefix_hit_rate) } else { "off".to_owned() },
-            grouped(whole(run.tokens_per_s)),
+            if reuses { format!("{:.3}", run.cache_s) } else { grouped(whole(run.tokens_per_s)) },
             figure(run.step_ms_p50),
             figure(run.step_ms_p99),
             run.max_abs_error.map_or_else(|| "-".to_owned(), |error| format!("{error:.1e}")),

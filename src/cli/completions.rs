@@ -6,7 +6,7 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CliError, conclude, stopped_by_signals, table, text_of};
+use super::{CliError, catch_signals, conclude, stop_flag, table, text_of};
 use crate::config::Source;
 use crate::error::ModelError;
 use crate::job;
@@ -25,7 +25,7 @@ pub(super) fn run(
         return Err(CliError::Usage(problem.to_owned()));
     };
     job::prepare(out)?;
-    let options = Options { out, resume, stop: stopped_by_signals() };
+    let options = Options { out, resume, stop: stop_flag() };
     let mut bar = Bar::new();
     let report = completions::run(source, options, &mut bar);
     bar.0.finish_and_clear();
@@ -152,6 +152,7 @@ impl Bar {
 
 impl Observer for Bar {
     fn variant(&mut self, name: &str, index: usize, of: usize, requests: usize) {
+        catch_signals();
         self.0.reset();
         self.0.set_length(requests as u64);
         self.0.set_prefix(format!("{name} ({} of {of})", index + 1));

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use clap::{Args, value_parser};
 
-use super::{CliError, File, stopped_by_signals};
+use super::{CliError, File, catch_signals, stop_flag};
 use crate::config::{MAX_ANSWERS, Source};
 use crate::error::ModelError;
 use crate::job::model;
@@ -123,8 +123,8 @@ pub(super) fn run(args: &GenerateArgs) -> Result<(), CliError> {
             let prompts = jsonl::read(prompts, &model.tokenizer, &defaults)?;
             let mut writer = Writer::open(out, args.resume, &prompts, &config)?;
             let to_do = writer.to_do(&prompts);
-            let stop = stopped_by_signals();
-            let done = complete(&model, &config, &to_do, &mut writer, stop, &mut || {})?;
+            catch_signals();
+            let done = complete(&model, &config, &to_do, &mut writer, stop_flag(), &mut || {})?;
             failures = writer.failures();
             if !done.counts.interrupted {
                 writer.finish()?;

@@ -41,7 +41,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Once};
 
 use clap::{Args, Parser, Subcommand};
 use signal_hook::{consts, flag};
@@ -62,8 +62,8 @@ struct Cli {
 }
 
 /// What signals do, for the help of the commands that they do it to.
-const INTERRUPTING: &str = "Where --resume goes on, Ctrl-C or SIGTERM keeps what is complete, once the workload \
-     or model is loaded; a second one ends the program at once, and keeps nothing more.";
+const INTERRUPTING: &str = "Where --resume goes on, Ctrl-C or SIGTERM keeps what is complete; a second one ends the \
+     program at once, and keeps nothing more, as the first one does while the workload or model is loaded.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -150,6 +150,13 @@ enum Command {
     /// Measure what each cache format costs the model of model.file in perplexity
     #[cfg(feature = "model")]
     Quality(quality::QualityArgs),
+    /// For programs without the model engine: says how to get one with it
+    #[cfg(not(feature = "model"))]
+    #[command(hide = true, aliases = ["quality"])]
+    Generate {
+        #[arg(allow_hyphen_values = true, trailing_var_arg = true, hide = true)]
+        rest: Vec<String>,
+    },
     /// List the built-in models
     Presets {
         /// Print one JSON document instead of a table
@@ -260,6 +267,7 @@ impl CliError {
                         | JobError::CpuAlone { .. }
                         | JobError::Computes { .. }
                         | JobError::Merge { .. }
+                        | JobError::OtherJob
                 )
                 | Self::Manager(ManagerError::NoSuchCase { .. })
                 | Self::Bench(BenchError::NoSuchShape { .. })
@@ -275,7 +283,10 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             // Also --help and --version. When nobody reads it, there is nobody to tell.
-            let _ = error.print();
+            let printed = error.print().map_err(CliError::Output);
+            if printed.is_err_and(|error| !error.is_closed_pipe()) {
+                return ExitCode::FAILURE;
+            }
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
@@ -308,6 +319,8 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
         Command::Bench(args) => bench::run(args),
         #[cfg(feature = "model")]
         Command::Generate(args) => generate::run(args),
+        #[cfg(not(feature = "model"))]
+        Command::Generate { .. } => Err(CliError::Usage(format!("this command {NEEDS_MODEL}"))),
         #[cfg(feature = "model")]
         Command::Quality(args) => quality::run(args),
         Command::Doctor { json } => doctor::run(*json),
@@ -315,17 +328,18 @@ fn dispatch(command: &Command) -> Result<(), CliError> {
     }
 }
 
+/// What there is to say where the model engine is not there.
+#[cfg(not(feature = "model"))]
+const NEEDS_MODEL: &str =
+    "needs the model engine, and this program was built without it; build it with --features model";
+
 /// Runs the job of a file, whichever kind it is.
 fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Result<(), CliError> {
     if source.config.generate.is_some() {
         #[cfg(feature = "model")]
         return completions::run(source, json, out, resume);
         #[cfg(not(feature = "model"))]
-        return Err(CliError::Usage(
-            "[generate] needs the model engine, and this program was built without it; build it \
-             with --features model"
-                .to_owned(),
-        ));
+        return Err(CliError::Usage(format!("[generate] {NEEDS_MODEL}")));
     }
     let replays = |workload: &WorkloadConfig| workload.compute == Compute::None;
     if source.config.workload.as_ref().is_some_and(replays) {
@@ -345,14 +359,25 @@ fn run_job(source: &Source, json: bool, out: Option<&Path>, resume: bool) -> Res
 /// The status of a program that was ended by Ctrl-C, as shells have it.
 const INTERRUPTED: i32 = 130;
 
-/// Is set when the user presses Ctrl-C or the system asks the process to end. From the first call
-/// on that is all that these do; the second time they end the program, whatever it is doing. A
-/// signal that was ignored when the program began stays ignored.
+/// Is set when the user presses Ctrl-C or the system asks the process to end, once [`catch_signals`]
+/// was called.
+fn stop_flag() -> &'static Arc<AtomicBool> {
+    static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
+    &STOP
+}
+
+/// From the first call on, all that these signals do is to set [`stop_flag`]; the second time they
+/// end the program, whatever it is doing. A signal that was ignored when the program began stays
+/// ignored.
+///
+/// This is for when there is something to keep, and somebody who looks at the flag: while a trace or
+/// a model is loaded, which may take long, a signal ends the program as it does any other.
 ///
 /// No thread waits for signals: one that came to run late would allocate while a job is measured.
-fn stopped_by_signals() -> &'static AtomicBool {
-    static STOP: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
-        let stop = Arc::default();
+fn catch_signals() {
+    static CAUGHT: Once = Once::new();
+    CAUGHT.call_once(|| {
+        let stop = stop_flag();
         let ignored = ignored_signals();
         let is_ignored = |signal: i32| ignored.is_some_and(|mask| mask >> (signal - 1) & 1 == 1);
         for signal in [consts::SIGINT, consts::SIGTERM] {
@@ -361,18 +386,16 @@ fn stopped_by_signals() -> &'static AtomicBool {
             }
             // In this order, so that the first one does not end the program. Where signals cannot
             // be caught, the default does.
-            let _ = flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(&stop));
-            let _ = flag::register(signal, Arc::clone(&stop));
+            let _ = flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(stop));
+            let _ = flag::register(signal, Arc::clone(stop));
         }
         // A terminal that is closed may send this one twice. Where the system does not say whether
         // `nohup` is to shield the program from it, it stays as it is.
         #[cfg(unix)]
         if ignored.is_some() && !is_ignored(consts::SIGHUP) {
-            let _ = flag::register(consts::SIGHUP, Arc::clone(&stop));
+            let _ = flag::register(consts::SIGHUP, Arc::clone(stop));
         }
-        stop
     });
-    &STOP
 }
 
 /// The signals that this process was started to ignore, a bit each, from 1 on: whoever started it
@@ -394,7 +417,14 @@ fn merge(shards: &[PathBuf], json: bool, out: Option<&Path>) -> Result<(), CliEr
         let problem = format!("{file} is a file; give the folder that it is in, {folder}");
         return Err(JobError::Merge { problem }.into());
     }
-    if shards.iter().any(|folder| computed::is_in(folder)) {
+    let kinds = shards.iter().map(|folder| computed::is_in(folder));
+    let (computed, replayed): (Vec<_>, Vec<_>) = shards.iter().zip(kinds).partition(|(_, is)| *is);
+    if let (Some((one, _)), Some((other, _))) = (computed.first(), replayed.first()) {
+        let (one, other) = (one.display(), other.display());
+        let problem = format!("{one} has the results of a job that computes, and {other} has not");
+        return Err(JobError::Merge { problem }.into());
+    }
+    if !computed.is_empty() {
         let whole = computed::merge(read_all(shards, computed::read)?)?;
         return compare_computed::show(&whole, &options);
     }

@@ -41,7 +41,10 @@ type Planned = (String, Config, Result<Plan, PlanError>);
 /// Plans a file and its variants, and prints the plans.
 pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
     let base_config = resolved(&source.config)?;
-    let base = Plan::new(&base_config, &source.geometry)?;
+    let refused =
+        |problem: String| CliError::Usage(format!("{}: {problem}", source.path.display()));
+    let base =
+        Plan::new(&base_config, &source.geometry).map_err(|error| refused(error.to_string()))?;
     let one = source.config.variant.is_empty() && source.config.sweep.is_empty();
     let variants: Vec<Planned> = if one {
         Vec::new()
@@ -61,14 +64,30 @@ pub(super) fn run(source: &Source, json: bool) -> Result<(), CliError> {
         let document = document(&base, &variants);
         print(&(serde_json::to_string_pretty(&document).map_err(io::Error::other)? + "\n"))
     } else {
-        print(&(text(&base, &variants) + &memory_notes(&base, &base_config, &variants)))
+        let notes = memory_notes(&base, &base_config, &variants);
+        print(&(text(&base, &variants) + &notes + &baselines(source)))
     };
     // A plan that is refused is told whether anybody reads the others or not.
     match variants.into_iter().find_map(|(name, _, plan)| Some((name, plan.err()?))) {
         None => printed,
         // As that of the file itself, it is a mistake in the settings.
-        Some((name, error)) => Err(CliError::Usage(format!("variant {name:?}: {error}"))),
+        Some((name, error)) => Err(refused(format!("variant {name:?}: {error}"))),
     }
+}
+
+/// Names the variants that have no plan.
+fn baselines(source: &Source) -> String {
+    let dynamic = |(name, config): (String, Config)| {
+        (config.cache.mode == CacheMode::Dynamic).then_some(name)
+    };
+    let names: Vec<String> = source.variants().into_iter().filter_map(dynamic).collect();
+    if names.is_empty() {
+        return String::new();
+    }
+    format!(
+        "without a plan, as dynamic is a baseline that replays simulate: {}\n",
+        names.join(", ")
+    )
 }
 
 /// The configuration with a capacity in percent turned into bytes, which is told.

@@ -7,12 +7,35 @@ use std::io::{IsTerminal, Write, stderr};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::catch_signals;
 use crate::device::ResolvedBudget;
 use crate::job::{Observer, Progress, Run};
 use crate::units::Bytes;
 
 /// Redraws a second.
 const REDRAWS_PER_SECOND: u8 = 8;
+
+/// Catches signals from the first variant on, when everything is loaded.
+pub(super) struct CatchingSignals<'a>(pub(super) &'a mut dyn Observer);
+
+impl Observer for CatchingSignals<'_> {
+    fn variant(&mut self, name: &str, index: usize, of: usize) {
+        catch_signals();
+        self.0.variant(name, index, of);
+    }
+    fn resolved(&mut self, budget: &ResolvedBudget) {
+        self.0.resolved(budget);
+    }
+    fn opening(&mut self, done: Bytes, total: Bytes) {
+        self.0.opening(done, total);
+    }
+    fn step(&mut self, progress: &Progress) {
+        self.0.step(progress);
+    }
+    fn finished(&mut self, run: &Run) {
+        self.0.finished(run);
+    }
+}
 
 /// Tells of budgets, and shows no bar.
 pub(super) struct NoBars;

@@ -5,7 +5,9 @@ use std::fmt::Write as _;
 use super::{CliError, print};
 use crate::config::{Format, Source};
 use crate::job::Silent;
-use crate::job::recommend::{Recommendation, different, recommend, score};
+use crate::job::recommend::{
+    Measure, Recommendation, Smaller, best_of_kinds, different, recommend,
+};
 use crate::job::replay::VariantResult;
 use crate::units::{Bytes, grouped};
 
@@ -23,33 +25,44 @@ pub(super) fn run(source: &Source, formats: &[Format]) -> Result<(), CliError> {
 
 /// The reasons, as the comment of the file.
 fn reasons(found: &Recommendation, formats: &[Format]) -> String {
-    let Recommendation { best, ranked, smaller, refused, .. } = found;
-    let goals = best.goodput_per_s.is_some();
-    let measure = if goals { "requests a second within [goals]" } else { "requests a second" };
+    let Recommendation { best, ranked, measure, smaller, refused, .. } = found;
+    let words = match measure {
+        Measure::WithinGoals => "requests a second within [goals]",
+        Measure::Requests | Measure::GoalsOutOfReach => "requests a second",
+    };
     let mut text = format!(
-        "# kvpool recommend: {} candidates were replayed on this workload; the measure is {measure}.\n#\n",
+        "# kvpool recommend: {} candidates were replayed on this workload; the measure is {words}.\n#\n",
         grouped((ranked.len() + smaller.len()) as u64)
     );
     let Some(top) = ranked.first() else { return text };
     // Writing to a String cannot fail.
-    let _ = writeln!(text, "# Best: {}", sentence(top));
-    for run in smaller {
-        let _ = writeln!(text, "# With {}: {}", run.variant, numbers(run));
-    }
-    if best.pool_bytes == top.pool_bytes {
-        let _ = writeln!(text, "# None of these keeps 99 % of it, so all of the memory is used.");
-    } else {
-        let _ = writeln!(
-            text,
-            "# The least that keeps 99 % of it, {}, is chosen.",
-            Bytes(best.pool_bytes).human()
+    if *measure == Measure::GoalsOutOfReach {
+        text.push_str(
+            "# No candidate keeps [goals] with a single request: they are out of reach of this workload, memory and\n\
+             # [cost]. What follows is by requests a second alone.\n#\n",
         );
+    }
+    let _ = writeln!(text, "# Best: {}", sentence(*measure, top));
+    let memory = Bytes(top.pool_bytes).human();
+    let _ = writeln!(
+        text,
+        "# It takes {memory}. With 75, 50, 35 and 25 % of that, the least that keeps 99 % of the best:"
+    );
+    for kind in best_of_kinds(ranked) {
+        let _ = writeln!(text, "#   {}", least(*measure, kind, top, smaller));
+    }
+    if best.index == top.index && best.variant == top.variant {
+        text.push_str("# Chosen: the best, with all of it.\n");
+    } else {
+        let memory = Bytes(best.pool_bytes).human();
+        let best = sentence(*measure, best);
+        let _ = writeln!(text, "# Chosen, for the least memory and then by rank: {memory}, {best}");
     }
     text.push_str("#\n# The runners-up, in the file's capacity: the nearest, and the best of every other mode and format.\n");
     for run in runners_up(ranked) {
-        let cost = 100.0 * (score(run) / score(top).max(f64::MIN_POSITIVE) - 1.0);
+        let cost = cost(*measure, run, top);
         let cost = if cost.abs() < 0.05 { "as many".to_owned() } else { format!("{cost:+.1} %") };
-        let _ = writeln!(text, "#   {cost:>8}  {}", sentence(run));
+        let _ = writeln!(text, "#   {cost:>8}  {}", sentence(*measure, run));
     }
     for error in refused {
         let _ = writeln!(text, "# Not possible: {error}");
@@ -60,21 +73,36 @@ fn reasons(found: &Recommendation, formats: &[Format]) -> String {
     text
 }
 
+/// How much of the memory a candidate needs.
+fn least(
+    measure: Measure,
+    kind: &VariantResult,
+    top: &VariantResult,
+    smaller: &[Smaller],
+) -> String {
+    if !measure.keeps(kind, top) {
+        return format!("{}: does not keep it in the file's capacity", kind.variant);
+    }
+    let own = |less: &&Smaller| less.of == kind.variant && measure.keeps(&less.result, top);
+    match smaller.iter().filter(own).min_by_key(|less| less.share) {
+        Some(Smaller { share, result, .. }) => {
+            format!("{}: {share} %: {}", kind.variant, numbers(measure, result))
+        }
+        None => format!("{}: more than 75 %", kind.variant),
+    }
+}
+
+/// What it costs to have a candidate in the best one's place, in hundredths of the score.
+fn cost(measure: Measure, run: &VariantResult, top: &VariantResult) -> f64 {
+    100.0 * (measure.score(run) / measure.score(top).max(f64::MIN_POSITIVE) - 1.0)
+}
+
 /// Those that come next, and the best of each mode and format that is not among them.
 fn runners_up(ranked: &[VariantResult]) -> Vec<&VariantResult> {
-    let mut kinds = Vec::new();
-    let mut named = Vec::new();
-    for (place, run) in ranked.iter().enumerate() {
-        let kind = (run.mode, &run.format);
-        let is_new = !kinds.contains(&kind);
-        if is_new {
-            kinds.push(kind);
-        }
-        if place > 0 && (place <= NEXT || is_new) {
-            named.push(run);
-        }
-    }
-    named
+    let kinds: Vec<usize> = best_of_kinds(ranked).iter().map(|run| run.index).collect();
+    let is_named =
+        |(place, run): &(usize, &VariantResult)| *place <= NEXT || kinds.contains(&run.index);
+    ranked.iter().enumerate().skip(1).filter(is_named).map(|(_, run)| run).collect()
 }
 
 /// What formats cost in accuracy, measured where INT8 may be chosen; and how to allow it where not.
@@ -116,21 +144,22 @@ fn accuracy(text: &mut String, found: &Recommendation, formats: &[Format]) {
     if found.best.format.starts_with("int8")
         && let Some(other) = other
     {
-        let cost = 100.0 * (score(other) / score(&found.ranked[0]).max(f64::MIN_POSITIVE) - 1.0);
-        let _ = writeln!(text, "# The best without INT8 ({cost:+.1} %): {}", sentence(other));
+        let cost = cost(found.measure, other, &found.ranked[0]);
+        let other = sentence(found.measure, other);
+        let _ = writeln!(text, "# The best without INT8 ({cost:+.1} %): {other}");
     }
 }
 
-fn sentence(run: &VariantResult) -> String {
-    format!("{}: {}", run.variant, numbers(run))
+fn sentence(measure: Measure, run: &VariantResult) -> String {
+    format!("{}: {}", run.variant, numbers(measure, run))
 }
 
-fn numbers(run: &VariantResult) -> String {
+fn numbers(measure: Measure, run: &VariantResult) -> String {
     let refused = run.requests_refused_too_long + run.requests_refused_never_fits;
     let mut text = format!(
         "{:.2}/s, {:.1} at once, first token {:.0} ms p50 / {:.0} ms p99, {:.1} ms a token, {:.0} % of what was \
          taken is used",
-        score(run),
+        measure.score(run),
         run.mean_running,
         run.first_token_ms.p50,
         run.first_token_ms.p99,

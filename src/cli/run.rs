@@ -6,6 +6,7 @@ use std::path::Path;
 use super::progress::{Bars, NoBars};
 use super::{CliError, conclude, keep_names, table, text_of};
 use crate::config::Source;
+use crate::job::computed::{ComputeOptions, compute};
 use crate::job::report::devices;
 use crate::job::{self, Report, Run, RunReport};
 use crate::units::{Bytes, counted, grouped};
@@ -16,15 +17,19 @@ pub(super) fn run(source: &Source, json: bool, out: Option<&Path>) -> Result<(),
         // Before the work, not after it.
         job::prepare(folder)?;
     }
-    let report = match Bars::new() {
-        Some(mut bars) => job::run(source, &mut bars)?,
-        None => job::run(source, &mut NoBars)?,
+    let asked = ComputeOptions::default();
+    let computed = match Bars::new() {
+        Some(mut bars) => compute(source, &asked, &mut bars)?,
+        None => compute(source, &asked, &mut NoBars)?,
     };
+    let report = computed.report();
     let document = if json { job::json(&report) } else { text(&report) };
     let written = out.map_or(Ok(()), |folder| job::write(&report, folder)).map_err(CliError::from);
     let mut problems = report.problems();
     problems.extend(report.runs.iter().filter_map(allocated));
-    conclude(written, &document, report.runs.iter().filter_map(warning), problems)
+    let refused = report.runs.iter().filter_map(warning);
+    let warnings = computed.workload.warnings().into_iter().chain(refused);
+    conclude(written, &document, warnings, problems)
 }
 
 /// What a run leaves out: requests that can never run, the first one's reason and what to change.
@@ -140,12 +145,16 @@ const COLUMNS: [Column; 11] = [
     },
 ];
 
+/// Whether prompts repeat what earlier ones had, and a variant reuses it.
+pub(super) fn reuses(runs: &[&RunReport]) -> bool {
+    runs.iter().any(|run| run.prefix_reuse && run.repeated_prompt_tokens > 0)
+}
+
 /// The columns to show. A job in which prompts repeat what earlier ones had, and a variant reuses
 /// it, is about what that saves: tokens per second count only what was computed, so its place is
 /// taken by the time.
 fn columns(runs: &[&RunReport]) -> Vec<Column> {
-    let reuse = runs.iter().any(|run| run.prefix_reuse && run.repeated_prompt_tokens > 0);
-    let hidden = if reuse { Shown::WithoutReuse } else { Shown::WithReuse };
+    let hidden = if reuses(runs) { Shown::WithoutReuse } else { Shown::WithReuse };
     COLUMNS.into_iter().filter(|column| column.shown != hidden).collect()
 }
 

@@ -126,7 +126,7 @@ mod tests {
             ("budget:0%", "no number from 1 to 100"),
             ("budget:101%", "no number from 1 to 100"),
             ("budget:0.9%", "no number from 1 to 100"),
-            ("budget:99999999999 TiB", "is not a size"),
+            ("budget:99999999999 TiB", "is 16 EiB or more"),
         ] {
             let error = text.parse::<Capacity>().unwrap_err();
             assert!(error.contains(problem), "{text}: {error}");

@@ -8,6 +8,7 @@ use super::{
     DeviceKind, Format, Geometry, HybridConfig, Int8Config, KernelChoice, LimitsConfig, ScaleKind,
     StaticScale,
 };
+use crate::units::counted;
 
 /// The most sequences; a sequence slot is addressed with fewer than 32 bits.
 const MAX_SEQS: u32 = 1_048_576;
@@ -52,8 +53,11 @@ pub fn verify(config: &Config, geometry: &Geometry) -> Result<(), Invalid> {
     Geometry::checked(numbers, &[0], geometry.sink_tokens)
         .map_err(|(part, problem)| invalid(part.key(), problem))?;
     if geometry.windows.len() != geometry.num_layers as usize {
-        let problem =
-            format!("{} windows for {} layers", geometry.windows.len(), geometry.num_layers);
+        let problem = format!(
+            "{} for {}",
+            counted(geometry.windows.len() as u64, "window"),
+            counted(geometry.num_layers.into(), "layer")
+        );
         return Err(invalid("model.attention_window", problem));
     }
     check(config, geometry).map_err(|Complaint { key, problem, help }| Invalid {
@@ -328,8 +332,11 @@ fn check_static_scale(
             .enumerate()
             .try_for_each(|(layer, scale)| usable(&format!("{key}.{layer}"), *scale)),
         StaticScale::PerLayer(scales) => {
-            let problem =
-                format!("has {} entries for {} layers", scales.len(), geometry.windows.len());
+            let problem = format!(
+                "has {} for {}",
+                counted(scales.len() as u64, "entry"),
+                counted(geometry.windows.len() as u64, "layer")
+            );
             Err(Complaint::new(key, problem))
         }
     }

@@ -58,6 +58,12 @@ impl Complaint {
     }
 }
 
+/// A number as a message has it: with an exponent where there would be many digits.
+pub(super) fn short(number: f64) -> String {
+    let is_plain = number == 0.0 || (1e-6..1e15).contains(&number.abs());
+    if is_plain { format!("{number}") } else { format!("{number:e}") }
+}
+
 /// Why a model cannot be resolved: a setting of the TOML file, or something in the file that it
 /// points to.
 #[derive(Debug)]
@@ -120,6 +126,12 @@ mod tests {
         let outer = Complaint::from_serde_text("a.b", &inner.into_serde_text()).unwrap();
         assert_eq!(outer, Complaint::with_help("a.b.min", "is 9", "expected less"));
         assert_eq!(Complaint::from_serde_text("a", "some other message"), None);
+    }
+
+    #[test]
+    fn numbers_have_few_digits() {
+        let numbers = [0.0, -0.25, 3.5e14, 1e300, -1e-9, f64::INFINITY].map(short);
+        assert_eq!(numbers, ["0", "-0.25", "350000000000000", "1e300", "-1e-9", "inf"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::complaint::Complaint;
+use super::complaint::{Complaint, short};
 use crate::units::Bytes;
 
 /// `[cost]`: how long a step takes on the simulated clock.
@@ -64,7 +64,7 @@ impl CostConfig {
         }
         for (key, time) in [("cost.step_us", self.step_us), ("cost.token_us", self.token_us)] {
             if !(0.0..=MAX_US).contains(&time) {
-                return Err(Complaint::new(key, format!("{time} is out of range")));
+                return Err(Complaint::new(key, format!("{} is out of range", short(time))));
             }
         }
         Ok(())
@@ -77,7 +77,7 @@ impl GoalsConfig {
             [("goals.first_token_ms", self.first_token_ms), ("goals.token_ms", self.token_ms)]
         {
             if !(time > 0.0 && time.is_finite()) {
-                return Err(Complaint::new(key, format!("{time} is out of range")));
+                return Err(Complaint::new(key, format!("{} is out of range", short(time))));
             }
         }
         Ok(())

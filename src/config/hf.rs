@@ -12,6 +12,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::ConfigError;
+use crate::units::counted;
 
 use self::json::Object;
 use super::Geometry;
@@ -130,7 +131,18 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("layers_block_type", "some layers are state-space layers and keep no K and V"),
     ("hybrid_override_pattern", "some layers are state-space layers and keep no K and V"),
     ("attn_layer_period", "some layers are state-space layers and keep no K and V"),
+    ("attn_layer_indices", "some layers are state-space layers and keep no K and V"),
+    ("hybrid_layer_ids", "some layers are state-space layers and keep no K and V"),
+    ("block_types", "some layers are recurrent and keep no K and V"),
+    ("_block_types", "some layers are recurrent and keep no K and V"),
+    ("full_attn_idxs", "some layers are convolutions and keep no K and V"),
+    ("attn_type_list", "some layers use linear attention and keep no K and V"),
+    ("linear_attn_config", "some layers use linear attention and keep no K and V"),
 ];
+
+/// Models without attention, whatever their files say of heads.
+const WITHOUT_ATTENTION: &[&str] =
+    &["mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm"];
 
 /// What to do about a file that cannot be used.
 const WRITE_NUMBERS: &str = "describe the layers that keep K and V with model.num_layers, num_q_heads, num_kv_heads, \
@@ -161,6 +173,10 @@ fn geometry(text: &str, path: &Path, sink_tokens: u32) -> Result<Geometry, Confi
         None => whole.text("model_type")?,
     };
     refuse_unsupported(object)?;
+    if model_type.is_some_and(|own| WITHOUT_ATTENTION.contains(&own)) {
+        let problem = "its layers are recurrent or state-space layers and keep no K and V";
+        return Err(object.refuse("model_type", problem, "use another model"));
+    }
     let family = FAMILIES
         .iter()
         .find(|family| model_type.is_some_and(|own| family.model_types.contains(&own)));
@@ -307,7 +323,11 @@ fn listed_windows(object: &Object<'_>, num_layers: u32) -> Result<Option<Vec<boo
         ));
     };
     if types.len() != num_layers as usize {
-        let problem = format!("has {} entries for {num_layers} layers", types.len());
+        let problem = format!(
+            "has {} for {}",
+            counted(types.len() as u64, "entry"),
+            counted(num_layers.into(), "layer")
+        );
         return Err(object.refuse("layer_types", problem, expected));
     }
     let mut windowed = Vec::with_capacity(types.len());

@@ -295,6 +295,14 @@ fn explain(path: &str, message: &str, root: &Value) -> Complaint {
         let key = if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
         return Complaint::new(key, "is missing");
     }
+    if path.starts_with("sweep.")
+        && message.contains("expected a sequence")
+        && let Some(value) = find(root, path)
+    {
+        let key = path.rsplit('.').next().unwrap_or(path);
+        let help = format!("expected a list, such as {key} = [{value}]");
+        return Complaint::with_help(path, format!("found {}", describe(value)), help);
+    }
     let found = find(root, path)
         .map_or_else(|| message.to_owned(), |value| format!("found {}", describe(value)));
     match keys::expected(path) {

@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::complaint::{Complaint, Refused, nearest};
 use super::presets::PRESETS;
 use super::{ModelConfig, ModelFile, ModelFormat, hf, model_file};
+use crate::units::counted;
 
 /// What the cache has to know of a model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -238,7 +239,11 @@ fn explicit(model: &ModelConfig) -> Result<Geometry, Complaint> {
     if pattern.len() > num_layers as usize {
         return Err(Complaint::new(
             "model.attention_window",
-            format!("has {} entries, and the model has {num_layers} layers", pattern.len()),
+            format!(
+                "has {}, and the model has {}",
+                counted(pattern.len() as u64, "entry"),
+                counted(num_layers.into(), "layer")
+            ),
         ));
     }
     Ok(geometry)

@@ -1,6 +1,7 @@
 //! `[[sweep]]`: variants as the product of lists.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::complaint::Complaint;
 use super::variant::VariantConfig;
@@ -19,26 +20,37 @@ pub struct SweepConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Values of `cache.mode`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub mode: Vec<CacheMode>,
     /// Values of `cache.tokens_per_block`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub tokens_per_block: Vec<u32>,
     /// Values of `cache.format`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub format: Vec<Format>,
     /// Values of `pool.capacity`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub capacity: Vec<Capacity>,
     /// Values of `cache.admission`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub admission: Vec<Admission>,
     /// Values of `cache.prefix_reuse`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub prefix_reuse: Vec<bool>,
     /// Values of `cache.hybrid.contiguous_layers`.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "listed", skip_serializing_if = "Vec::is_empty")]
     pub contiguous_layers: Vec<ContiguousLayers>,
+}
+
+/// Reads a list that is not empty: one without values would be no list at all.
+fn listed<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
+    let list = Vec::deserialize(from)?;
+    if list.is_empty() {
+        let help = "give it values, or leave it out for the file's own";
+        let complaint = Complaint::with_help("", "is an empty list", help);
+        return Err(D::Error::custom(complaint.into_serde_text()));
+    }
+    Ok(list)
 }
 
 /// The values of a list, or the one "as the file has it".

@@ -85,6 +85,19 @@ pub enum JobError {
         /// Why.
         problem: String,
     },
+    /// A file of results that cannot be read.
+    #[error("{}: cannot be read: {problem}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// Results to go on with that have nothing of the job.
+    #[error(
+        "the folder has the results of another job: none of its variants has the settings, workload and version of one of this job's, so that there is nothing to go on with; choose another folder, or leave out --resume to have these replaced"
+    )]
+    OtherJob,
     /// Shards that do not make a whole.
     #[error("the results cannot be merged: {problem}")]
     Merge {

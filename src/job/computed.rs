@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 
 use super::check::Checker;
 use super::formula::Formula;
-use super::output::{Shard, prepare, read_results, replace};
+use super::output::{Shard, go_on, prepare, read_results, replace};
 use super::replay::{WorkloadSummary, fingerprint, summarize};
 use super::report::{Comparison, FailedRun, Report, Run};
 use super::{Job, Observer, output, workload, workload_of};
-use crate::config::{Compute, Source};
+use crate::config::{Compute, Config, Source};
 use crate::error::JobError;
 use crate::plan::KvFormat;
 
@@ -60,7 +60,7 @@ pub struct ComputedRun {
 /// Computes a job, or the part of it that is asked for.
 ///
 /// # Errors
-/// As [`super::run`].
+/// As [`super::run`]; [`JobError::OtherJob`] when the results to go on with have no variant of it.
 pub fn compute(
     source: &Source,
     options: &ComputeOptions<'_>,
@@ -92,14 +92,18 @@ pub fn compute(
     };
     let all = source.variants();
     let variants = all.len();
+    let of = |(name, config): &(String, Config)| {
+        // Times depend on the threads, outputs do not.
+        let own_name = format!("{name}, {} threads", config.device.threads);
+        fingerprint(&own_name, config, &source.geometry, &summary)
+    };
+    let fingerprints: Vec<String> = all.iter().map(of).collect();
+    go_on(done(options.done), &fingerprints)?;
     let mut runs = Vec::new();
-    for (index, (name, config)) in all.into_iter().enumerate() {
+    for (index, ((name, config), fingerprint)) in all.into_iter().zip(fingerprints).enumerate() {
         if options.shard.is_some_and(|(k, n)| index % n != k - 1) {
             continue;
         }
-        // Times depend on the threads, outputs do not.
-        let own_name = format!("{name}, {} threads", config.device.threads);
-        let fingerprint = fingerprint(&own_name, &config, &source.geometry, &summary);
         let before = (options.done.iter())
             .find(|done| matches!(done.run, Run::Done(_)) && done.fingerprint == fingerprint);
         if let Some(done) = before {
@@ -165,12 +169,16 @@ pub fn json(computed: &Computed) -> String {
 }
 
 /// Writes `results.json`, `results.csv` and `report.html` into a folder, which is created when it
-/// is not there. A file is replaced as a whole or not at all.
+/// is not there. A file is replaced as a whole or not at all. Variants of the same job that are
+/// there already, and not among these, stay.
 ///
 /// # Errors
 /// [`JobError::Write`].
 pub fn write(computed: &Computed, folder: &Path) -> Result<(), JobError> {
     prepare(folder)?;
+    let _lock = output::lock(folder);
+    // What cannot be read has nothing that is missed.
+    let computed = &output::with_others(computed, read(folder).unwrap_or_default()).compared();
     replace(&folder.join("results.json"), &json(computed))?;
     replace(&folder.join("results.csv"), &output::csv(&computed.report()))?;
     replace(&folder.join("report.html"), &super::html::computed(computed))
@@ -195,11 +203,13 @@ pub fn read(folder: &Path) -> Result<Option<Computed>, JobError> {
 /// Whether earlier results have every variant that newer ones have complete, and others.
 #[must_use]
 pub fn has_more(old: &Computed, new: &Computed) -> bool {
-    fn done(computed: &Computed) -> impl Iterator<Item = &str> {
-        let done = computed.runs.iter().filter(|run| matches!(run.run, Run::Done(_)));
-        done.map(|run| run.fingerprint.as_str())
-    }
-    output::has_more(done(old), done(new))
+    output::has_more(done(&old.runs), done(&new.runs))
+}
+
+/// The fingerprints of the variants that ran to their end.
+fn done(runs: &[ComputedRun]) -> impl Iterator<Item = &str> {
+    let done = runs.iter().filter(|run| matches!(run.run, Run::Done(_)));
+    done.map(|run| run.fingerprint.as_str())
 }
 
 /// Puts the shards of a job together.
@@ -224,6 +234,10 @@ impl Shard for Computed {
 
     fn sort(&mut self) {
         self.runs.sort_by_key(|run| run.index);
+    }
+
+    fn keep(&mut self, wanted: impl Fn(usize) -> bool) {
+        self.runs.retain(|run| wanted(run.index));
     }
 
     fn variants(&self) -> impl Iterator<Item = (usize, &str)> {

@@ -109,6 +109,47 @@ pub(super) trait Shard {
     fn sort(&mut self);
     /// The places in the file and the names of the variants.
     fn variants(&self) -> impl Iterator<Item = (usize, &str)>;
+    /// Leaves only the variants with certain places in the file.
+    fn keep(&mut self, wanted: impl Fn(usize) -> bool);
+}
+
+/// Newer results, and of older ones of the same job the variants that these have not: shards that
+/// are written into one folder one after the other come to the whole job.
+pub(super) fn with_others<S: Shard + Clone>(new: &S, old: Option<S>) -> S {
+    let mut all = new.clone();
+    if let Some(mut old) = old.filter(|old| old.is_of_same_job(new)) {
+        let places: HashSet<usize> = new.variants().map(|(index, _)| index).collect();
+        old.keep(|index| !places.contains(&index));
+        all.take_runs(old);
+        all.sort();
+    }
+    all
+}
+
+/// Keeps other programs from writing results into a folder for as long as this lives: who reads
+/// what is there and adds to it must not do so while another does. Where a folder cannot be locked,
+/// the later one wins.
+pub(super) fn lock(folder: &Path) -> Option<fs::File> {
+    fs::File::open(folder).ok().filter(|folder| folder.lock().is_ok())
+}
+
+/// Whether earlier results have anything to do with a job: some variant with the same fingerprint,
+/// or nothing at all.
+///
+/// # Errors
+/// [`JobError::OtherJob`].
+pub(super) fn go_on<'a>(
+    done: impl Iterator<Item = &'a str>,
+    own: &[String],
+) -> Result<(), JobError> {
+    let mut of_others = false;
+    for fingerprint in done {
+        if own.iter().any(|own| own == fingerprint) {
+            return Ok(());
+        }
+        of_others = true;
+    }
+    if of_others { Err(JobError::OtherJob) } else { Ok(()) }
 }
 
 /// Whether earlier results have every complete variant of newer ones, and others. Both are told by
@@ -153,6 +194,10 @@ pub(super) fn merge<S: Shard>(shards: Vec<S>) -> Result<S, JobError> {
 /// # Errors
 /// [`JobError::Write`].
 pub fn prepare(folder: &Path) -> Result<(), JobError> {
+    if folder.exists() && !folder.is_dir() {
+        let problem = "it is no folder, which is what is expected here".to_owned();
+        return Err(JobError::Write { path: folder.to_owned(), problem });
+    }
     fs::create_dir_all(folder).map_err(|error| refused(folder, &error))?;
     let probe = folder.join(format!(".kvpool.{}.tmp", std::process::id()));
     fresh(&probe).map_err(|error| refused(&probe, &error))?;
@@ -222,7 +267,7 @@ pub(super) fn read_results<T: DeserializeOwned>(folder: &Path) -> Result<Option<
     let text = match fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(refused(error.to_string())),
+        Err(error) => return Err(JobError::Read { path, problem: error.to_string() }),
     };
     serde_json::from_str(&text).map(Some).map_err(|error| refused(error.to_string()))
 }

@@ -15,7 +15,8 @@ use crate::units::Bytes;
 /// Sizes of blocks that are tried.
 const BLOCKS: [u32; 4] = [16, 32, 64, 128];
 
-/// Parts of the capacity that are tried with the best settings, in hundredths.
+/// Parts of the best candidate's memory that are tried with the best of each mode and format, in
+/// hundredths.
 const SHARES: [u64; 4] = [75, 50, 35, 25];
 
 /// How much of the best score a cheaper setting must keep to be taken instead.
@@ -41,8 +42,10 @@ pub struct Recommendation {
     pub best: VariantResult,
     /// All candidates with the file's capacity, the best first.
     pub ranked: Vec<VariantResult>,
-    /// The best settings with less memory, the most first.
-    pub smaller: Vec<VariantResult>,
+    /// What the results are measured by.
+    pub measure: Measure,
+    /// The best settings of each mode and format with less memory, the most first.
+    pub smaller: Vec<Smaller>,
     /// What candidates that cannot run say.
     pub refused: Vec<String>,
     /// What each format that may be chosen costs in accuracy, where there is more than one. Static
@@ -51,11 +54,52 @@ pub struct Recommendation {
     pub errors: Vec<FormatError>,
 }
 
-/// What a result is worth: requests a second that keep the goals, or that are served at all where
-/// the file has no goals. What refuses requests is worth the part that it serves.
-#[must_use]
-pub fn score(result: &VariantResult) -> f64 {
-    result.goodput_per_s.unwrap_or(result.requests_per_s)
+/// A candidate with less memory than the file gives.
+#[derive(Debug)]
+pub struct Smaller {
+    /// The candidate's name.
+    pub of: String,
+    /// How much of the best candidate's memory it had, in hundredths.
+    pub share: u64,
+    /// What came out.
+    pub result: VariantResult,
+}
+
+/// What results are measured by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Measure {
+    /// Requests a second: the file has no goals.
+    Requests,
+    /// Requests a second that keep the file's goals.
+    WithinGoals,
+    /// Requests a second, since no candidate keeps the file's goals with a single one.
+    GoalsOutOfReach,
+}
+
+impl Measure {
+    fn of(results: &[VariantResult]) -> Self {
+        match results.iter().filter_map(|result| result.goodput_per_s).reduce(f64::max) {
+            None => Self::Requests,
+            Some(most) if most > 0.0 => Self::WithinGoals,
+            Some(_) => Self::GoalsOutOfReach,
+        }
+    }
+
+    /// What a result is worth. What refuses requests is worth the part that it serves.
+    #[must_use]
+    pub fn score(self, result: &VariantResult) -> f64 {
+        match self {
+            Self::WithinGoals => result.goodput_per_s.unwrap_or(0.0),
+            Self::Requests | Self::GoalsOutOfReach => result.requests_per_s,
+        }
+    }
+
+    /// Whether a result is as good as the best, or nearly.
+    #[must_use]
+    pub fn keeps(self, result: &VariantResult, best: &VariantResult) -> bool {
+        self.score(result) >= KEPT * self.score(best)
+            && result.requests_completed == best.requests_completed
+    }
 }
 
 /// The formats, each once.
@@ -84,33 +128,84 @@ pub fn recommend(
     let candidates = source.with_variants(candidates(&source.config, formats));
     let report = replay(&candidates, &ReplayOptions::default(), observer)?;
     let (mut ranked, refused) = results(report);
-    ranked.sort_by(better);
+    let measure = Measure::of(&ranked);
+    ranked.sort_by(|a, b| better(measure, a, b));
     let none =
         || JobError::NoCandidate { path: source.path.clone(), first: refused.first().cloned() };
     let top = ranked.first().ok_or_else(none)?.clone();
-    let chosen = candidates.config.variant.iter().find(|variant| variant.name == top.variant);
-    let chosen = chosen.ok_or_else(none)?.clone();
+    // The best of every kind: one that is no better than others with all of the memory may be the
+    // one that needs the least of it.
+    let kinds: Vec<VariantConfig> = (best_of_kinds(&ranked).iter())
+        .filter(|result| measure.keeps(result, &top))
+        .filter_map(|result| named(&candidates.config.variant, &result.variant))
+        .collect();
+    let smaller = with_less(source, &kinds, top.pool_bytes, observer)?;
+    let full =
+        ranked.iter().map(|result| (share_of(result, &top), result, result.variant.as_str(), None));
+    let less = smaller.iter().map(|Smaller { of, share, result }| {
+        let capacity = Capacity::Budget(Bytes(result.pool_bytes));
+        (*share, result, of.as_str(), Some(capacity))
+    });
+    let least = full
+        .chain(less)
+        .filter(|(_, result, ..)| measure.keeps(result, &top))
+        .min_by(|a, b| a.0.cmp(&b.0).then_with(|| better(measure, a.1, b.1)));
+    let (_, best, of, capacity) = least.ok_or_else(none)?;
+    let chosen = named(&candidates.config.variant, of).ok_or_else(none)?;
+    let capacity = capacity.or(chosen.capacity);
+    let best = best.clone();
+    let config = VariantConfig { capacity, ..chosen }.apply(&source.config);
+    let errors = if formats.len() > 1 { measured_errors(source, formats)? } else { Vec::new() };
+    Ok(Recommendation { config, best, ranked, measure, smaller, refused, errors })
+}
 
-    let less = SHARES.iter().map(|share| VariantConfig {
-        name: format!("{share} % of the memory"),
-        capacity: Some(Capacity::Budget(Bytes(top.pool_bytes / 100 * share))),
-        ..chosen.clone()
+/// How much of the best candidate's memory another one takes with the file's capacity, rounded up to
+/// what is tried: a slot or a block less is not less.
+fn share_of(result: &VariantResult, top: &VariantResult) -> u64 {
+    let is_within = |share: &u64| {
+        u128::from(result.pool_bytes) * 100 <= u128::from(top.pool_bytes) * u128::from(*share)
+    };
+    SHARES.into_iter().rev().find(is_within).unwrap_or(100)
+}
+
+fn named(candidates: &[VariantConfig], name: &str) -> Option<VariantConfig> {
+    candidates.iter().find(|candidate| candidate.name == name).cloned()
+}
+
+/// The first of each mode and format.
+#[must_use]
+pub fn best_of_kinds(ranked: &[VariantResult]) -> Vec<&VariantResult> {
+    let mut kinds: Vec<&VariantResult> = Vec::new();
+    for run in ranked {
+        if !kinds.iter().any(|kind| (kind.mode, &kind.format) == (run.mode, &run.format)) {
+            kinds.push(run);
+        }
+    }
+    kinds
+}
+
+/// Replays candidates with parts of some memory, the largest part first.
+fn with_less(
+    source: &Source,
+    kinds: &[VariantConfig],
+    bytes: u64,
+    observer: &dyn ReplayObserver,
+) -> Result<Vec<Smaller>, JobError> {
+    let parts = || SHARES.iter().flat_map(|share| kinds.iter().map(move |kind| (*share, kind)));
+    let less = parts().map(|(share, kind)| VariantConfig {
+        name: format!("{} with {share} %", kind.name),
+        capacity: Some(Capacity::Budget(Bytes(bytes / 100 * share))),
+        ..kind.clone()
     });
     let report =
         replay(&source.with_variants(less.collect()), &ReplayOptions::default(), observer)?;
-    let (mut smaller, _) = results(report);
-    smaller.sort_by_key(|result| std::cmp::Reverse(result.pool_bytes));
-    let enough = smaller.iter().rev().find(|result| {
-        score(result) >= KEPT * score(&top) && result.requests_completed == top.requests_completed
-    });
-    let best = enough.unwrap_or(&top).clone();
-    let capacity = match enough {
-        Some(result) => Some(Capacity::Budget(Bytes(result.pool_bytes))),
-        None => chosen.capacity,
+    let (done, _) = results(report);
+    // Those that do not fit are not among the results; the others know their place.
+    let of = |result: VariantResult| {
+        let (share, kind) = parts().nth(result.index)?;
+        Some(Smaller { of: kind.name.clone(), share, result })
     };
-    let config = VariantConfig { capacity, ..chosen }.apply(&source.config);
-    let errors = if formats.len() > 1 { measured_errors(source, formats)? } else { Vec::new() };
-    Ok(Recommendation { config, best, ranked, smaller, refused, errors })
+    Ok(done.into_iter().filter_map(of).collect())
 }
 
 /// Computes attention in each of the formats but INT8 with static scales: two requests of 480
@@ -179,7 +274,8 @@ fn results(report: Replay) -> (Vec<VariantResult>, Vec<String>) {
 /// The better first: who serves more requests, then who serves more of them well, then who has the
 /// shorter wait. Numbers count in steps of a thousandth: on the same step the plainer one wins.
 /// Whether two numbers are close would be no order: a is close to b and b to c, and a not to c.
-fn better(a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
+fn better(measure: Measure, a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
+    let score = |result| measure.score(result);
     (b.requests_completed.cmp(&a.requests_completed))
         .then_with(|| step(score(b)).cmp(&step(score(a))))
         .then_with(|| step(a.first_token_ms.p99).cmp(&step(b.first_token_ms.p99)))
@@ -241,6 +337,10 @@ mod tests {
         VariantResult { requests_per_s: score, first_token_ms, index, ..VariantResult::default() }
     }
 
+    fn ranks(a: &VariantResult, b: &VariantResult) -> Ordering {
+        better(Measure::Requests, a, b)
+    }
+
     /// Scores a little less than a thousandth apart: each is close to its neighbour, and the first
     /// is not to the last.
     #[test]
@@ -255,17 +355,17 @@ mod tests {
         results.push(result(0.0, 0.0, 24));
         results.push(result(f64::INFINITY, f64::NAN, 25));
         for a in &results {
-            assert_eq!(better(a, a), Ordering::Equal);
+            assert_eq!(ranks(a, a), Ordering::Equal);
             for b in &results {
-                assert_eq!(better(a, b), better(b, a).reverse());
+                assert_eq!(ranks(a, b), ranks(b, a).reverse());
                 for c in &results {
-                    if better(a, b).is_le() && better(b, c).is_le() {
-                        assert!(better(a, c).is_le(), "{} {} {}", a.index, b.index, c.index);
+                    if ranks(a, b).is_le() && ranks(b, c).is_le() {
+                        assert!(ranks(a, c).is_le(), "{} {} {}", a.index, b.index, c.index);
                     }
                 }
             }
         }
-        results.sort_by(better);
+        results.sort_by(ranks);
         assert_eq!((results[0].index, results[25].index), (25, 24));
     }
 
@@ -276,7 +376,23 @@ mod tests {
         assert_eq!([step(1.002), step(0.998)], [2, -2]);
         assert_eq!(step(0.0), step(f64::MIN_POSITIVE));
         // Two candidates of the same worth: the earlier one is the plainer.
-        assert_eq!(better(&result(3.0, 80.0, 1), &result(3.0001, 80.0, 0)), Ordering::Greater);
-        assert_eq!(better(&result(3.01, 80.0, 1), &result(3.0, 80.0, 0)), Ordering::Less);
+        assert_eq!(ranks(&result(3.0, 80.0, 1), &result(3.0001, 80.0, 0)), Ordering::Greater);
+        assert_eq!(ranks(&result(3.01, 80.0, 1), &result(3.0, 80.0, 0)), Ordering::Less);
+    }
+
+    #[test]
+    fn goals_that_nobody_keeps_measure_nothing() {
+        let with = |goodput: Option<f64>, rate: f64| VariantResult {
+            goodput_per_s: goodput,
+            ..result(rate, 80.0, 0)
+        };
+        assert_eq!(Measure::of(&[with(None, 3.0)]), Measure::Requests);
+        let some = [with(Some(0.0), 9.0), with(Some(1.0), 3.0)];
+        assert_eq!(Measure::of(&some), Measure::WithinGoals);
+        assert!(!Measure::WithinGoals.keeps(&some[0], &some[1]));
+        let none = [with(Some(0.0), 9.0), with(Some(0.0), 3.0)];
+        let measure = Measure::of(&none);
+        assert_eq!(measure, Measure::GoalsOutOfReach);
+        assert!(measure.keeps(&none[0], &none[1]) && !measure.keeps(&none[1], &none[0]));
     }
 }

@@ -136,12 +136,16 @@ pub fn problems(report: &Replay) -> Vec<String> {
 }
 
 /// Writes `results.json`, `results.csv` and `report.html` into a folder, which is created when it
-/// is not there. A file is replaced as a whole or not at all.
+/// is not there. A file is replaced as a whole or not at all. Variants of the same job that are
+/// there already, and not among these, stay.
 ///
 /// # Errors
 /// [`JobError::Write`].
 pub fn write(report: &Replay, folder: &Path) -> Result<(), JobError> {
     prepare(folder)?;
+    let _lock = output::lock(folder);
+    // What cannot be read has nothing that is missed.
+    let report = &output::with_others(report, read(folder).unwrap_or_default());
     replace(&folder.join("results.json"), &json(report))?;
     replace(&folder.join("results.csv"), &csv(report))?;
     replace(&folder.join("report.html"), &super::html::html(report))
@@ -158,11 +162,13 @@ pub fn read(folder: &Path) -> Result<Option<Replay>, JobError> {
 /// Whether earlier results have every variant that newer ones have complete, and others.
 #[must_use]
 pub fn has_more(old: &Replay, new: &Replay) -> bool {
-    fn done(replay: &Replay) -> impl Iterator<Item = &str> {
-        let done = replay.runs.iter().filter(|run| matches!(run, Replayed::Done(_)));
-        done.map(Replayed::fingerprint)
-    }
-    output::has_more(done(old), done(new))
+    output::has_more(done(&old.runs), done(&new.runs))
+}
+
+/// The fingerprints of the variants that were replayed to their end.
+pub(super) fn done(runs: &[Replayed]) -> impl Iterator<Item = &str> {
+    let done = runs.iter().filter(|run| matches!(run, Replayed::Done(_)));
+    done.map(Replayed::fingerprint)
 }
 
 /// Puts the shards of a job together: the result is the one of the whole job.
@@ -187,6 +193,10 @@ impl Shard for Replay {
 
     fn sort(&mut self) {
         self.runs.sort_by_key(Replayed::index);
+    }
+
+    fn keep(&mut self, wanted: impl Fn(usize) -> bool) {
+        self.runs.retain(|run| wanted(run.index()));
     }
 
     fn variants(&self) -> impl Iterator<Item = (usize, &str)> {

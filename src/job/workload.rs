@@ -22,6 +22,7 @@ use super::reader;
 use super::tokens::Tokens;
 use crate::config::{WorkloadConfig, WorkloadKind};
 use crate::error::JobError;
+use crate::units::counted;
 
 /// What the tokens of a request are. Where two requests have the same content up to a position,
 /// they have the same tokens, and so the same keys and values.
@@ -94,6 +95,8 @@ pub struct Requests {
     pub damaged_lines: u64,
     /// What is wrong with the first of them.
     pub first_damaged: Option<String>,
+    /// Requests that `workload.requests` asks for beyond those that the trace has.
+    pub missing_requests: u64,
     /// Requests whose answers count as long as `max_tokens` lets them become.
     pub capped_outputs: u64,
 }
@@ -189,7 +192,22 @@ fn read(config: &WorkloadConfig) -> Result<Requests, JobError> {
     }
     requests.capped_outputs = trace.capped();
     let damaged = trace.damaged();
+    if requests.list.is_empty() {
+        let left_out = damaged.first.map_or_else(String::new, |first| {
+            format!(
+                " that can be read: {} left out; the first: {first}",
+                counted(damaged.lines, "damaged line")
+            )
+        });
+        return Err(JobError::Trace {
+            path: config.path.clone().unwrap_or_default(),
+            line: 0,
+            problem: format!("has no requests{left_out}"),
+        });
+    }
     (requests.damaged_lines, requests.first_damaged) = (damaged.lines, damaged.first);
+    let asked = config.requests.map_or(0, u64::from);
+    requests.missing_requests = asked.saturating_sub(requests.list.len() as u64);
     Ok(requests)
 }
 

@@ -102,11 +102,20 @@ fn mistakes_in_the_command_or_the_file_are_status_2() {
     assert!(error.contains("--set: limits.max_seqs"), "{error}");
     let error = bad(&["plan", "configs/paged.toml", "--set", "pool.capacity=budget:1 KiB"], 2);
     assert!(error.contains("bytes short"), "{error}");
+    assert!(error.starts_with("error: configs/paged.toml: pool.capacity gives"), "{error}");
+    let error = bad(&["plan", "configs/paged.toml", "--set", "pool.capacity=tokens:1e300"], 2);
+    assert!(!error.contains("000000"), "{error}");
+    #[cfg(not(feature = "model"))]
+    for words in [&["generate", "x.toml", "--prompt", "a"][..], &["quality", "x.toml"]] {
+        let error = bad(words, 2);
+        assert!(error.contains("needs the model engine") && error.contains("--features model"));
+    }
     let config = Config::new(SMALL);
     let output = kvpool(&["plan", config.path().to_str().expect("UTF-8")]);
     assert_eq!(output.status.code(), Some(2), "a variant is as much of the file");
     let error = text(&output.stderr);
-    assert!(error.starts_with("error: variant \"none\": pool.capacity: 32 tokens"), "{error}");
+    let variant = "c.toml: variant \"none\": pool.capacity: 32 tokens";
+    assert!(error.starts_with("error: ") && error.contains(variant), "{error}");
 }
 
 #[test]
@@ -153,7 +162,7 @@ fn a_reader_that_stops_is_no_error() {
         let (status, error) =
             unread(&[&["plan", config.path().to_str().expect("UTF-8")], more].concat());
         assert_eq!(status, Some(2), "{error}");
-        assert!(error.starts_with("error: variant \"none\": "), "{error}");
+        assert!(error.contains("c.toml: variant \"none\": "), "{error}");
     }
 }
 

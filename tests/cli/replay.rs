@@ -1,10 +1,10 @@
 //! The commands that replay: `compare`, `merge`, `recommend`, and `run` of such a job.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -57,9 +57,28 @@ fn compare_writes_a_report_resumes_and_merges() {
         "{error}"
     );
     assert!(!error.contains("interrupted") && !error.contains("--resume"), "{error}");
-    // And what was asked for is what is written.
+    // What a folder has of the same job stays there: a part does not replace the whole, and parts
+    // that go into one folder come to the whole.
     bad(&["merge", &at("2"), "--out", &at("merged")], 1);
-    assert_eq!(written("merged", "results.json"), written("2", "results.json"));
+    let (both, merged) = (at("both"), at("merged"));
+    for shard in ["1/2", "2/2"] {
+        let half = with(&["--shard", shard, "--out", &both, "--json"]);
+        let half: Value = serde_json::from_str(&good(&half)).expect("JSON");
+        assert_eq!(half["runs"].as_array().map(Vec::len), Some(5), "what was asked for");
+    }
+    good(&with(&["--shard", "1/2", "--resume", "--out", &at("merged")]));
+    for folder in ["merged", "both"] {
+        for file in ["results.json", "results.csv", "report.html"] {
+            assert_eq!(written(folder, file), written("whole", file), "{folder}/{file}");
+        }
+    }
+    // Of another job nothing is taken over, and with --resume nothing of it is replaced.
+    let other = with(&["--set", "workload.seed=99", "--out", &merged]);
+    let error = bad(&[&other[..], &["--resume"]].concat(), 2);
+    assert!(error.contains("the folder has the results of another job"), "{error}");
+    assert_eq!(written("merged", "results.json"), written("whole", "results.json"));
+    good(&other);
+    assert_ne!(written("merged", "results.json"), written("whole", "results.json"));
     let file = format!("{}/results.json", at("2"));
     let error = bad(&["merge", &file], 2);
     let help = format!("is a file; give the folder that it is in, {}\n", at("2"));
@@ -70,14 +89,18 @@ fn compare_writes_a_report_resumes_and_merges() {
     assert_eq!(ran, written("whole", "results.json"));
 }
 
-/// Waits until a process has said what is to become of SIGTERM, which would end it before that.
-fn wait_until_it_listens(child: &mut Child) {
+/// A job of ten variants that takes a while.
+const LONG: [&str; 4] =
+    ["compare", "configs/claims/d-block-size.toml", "--set", "workload.requests=2000"];
+
+/// Waits until a process has said what is to become of a signal, which ends it before that.
+fn wait_until_it_listens(child: &mut Child, signal: i32) {
     let status = format!("/proc/{}/status", child.id());
     for _ in 0..1000 {
         let status = std::fs::read_to_string(&status).unwrap_or_default();
         let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
         let mask = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-        if mask.is_some_and(|mask| mask >> (libc::SIGTERM - 1) & 1 == 1)
+        if mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
             || child.try_wait().expect("a child").is_some()
         {
             return;
@@ -101,15 +124,15 @@ fn pipe_into(child: &mut Child, pipe: &Path) -> File {
     panic!("it does not read the pipe");
 }
 
-/// Interrupts a job soon after it began: what is complete is written. `None` when it was faster.
-fn interrupted(job: &[&str]) -> Option<Value> {
-    let folder = tempfile::tempdir().expect("a folder");
-    let out = folder.path().to_str().expect("UTF-8");
+/// Interrupts a job soon after it began, and gives what it says: what is complete is written. `None`
+/// when it was faster.
+fn interrupted(job: &[&str], folder: &Path, after: Duration) -> Option<String> {
+    let out = folder.to_str().expect("UTF-8");
     let words = [job, &["--out", out]].concat();
     let mut child =
         command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
-    wait_until_it_listens(&mut child);
-    sleep(Duration::from_millis(100));
+    wait_until_it_listens(&mut child, libc::SIGTERM);
+    sleep(after);
     let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
     assert!(sent.is_ok_and(|status| status.success()));
     let output = child.wait_with_output().expect("ends");
@@ -119,8 +142,7 @@ fn interrupted(job: &[&str]) -> Option<Value> {
     }
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("interrupted: "), "{}", text(&output.stderr));
-    let results = std::fs::read_to_string(folder.path().join("results.json")).expect("written");
-    Some(serde_json::from_str(&results).expect("JSON"))
+    Some(text(&output.stderr).to_owned())
 }
 
 #[test]
@@ -129,16 +151,21 @@ fn an_interrupted_compare_keeps_what_is_complete() {
         (&["compare", "configs/claims/d-block-size.toml"][..], 10),
         (&["compare", "configs/quickstart.toml", "--set", "device.kernel=portable"], 6),
     ] {
-        if let Some(document) = interrupted(job) {
+        let folder = tempfile::tempdir().expect("a folder");
+        if let Some(error) = interrupted(job, folder.path(), Duration::from_millis(100)) {
+            assert!(error.contains("run it again with --out DIR --resume"), "{error}");
+            let results = std::fs::read_to_string(folder.path().join("results.json"));
+            let document: Value = serde_json::from_str(&results.expect("written")).expect("JSON");
             assert!(document["runs"].as_array().expect("runs").len() < variants);
             assert_eq!(document["variants"], variants);
         }
     }
 }
 
-/// While a trace is read nothing looks at signals: a pipe that nobody writes to is read for ever.
+/// While a trace is read nothing looks at signals, and there is nothing to keep: a pipe that nobody
+/// writes to would be read for ever.
 #[test]
-fn a_second_signal_ends_a_job_that_is_still_loading() {
+fn a_signal_ends_a_job_that_is_still_loading() {
     let folder = tempfile::tempdir().expect("a folder");
     let pipe = folder.path().join("trace.jsonl");
     let made = Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
@@ -149,25 +176,18 @@ fn a_second_signal_ends_a_job_that_is_still_loading() {
         .stderr(Stdio::null())
         .spawn()
         .expect("runs");
-    // Waits for the reader, who listens to signals by then.
     let _writer = pipe_into(&mut child, &pipe);
-    let id = child.id().to_string();
-    let mut sent = 0;
-    let status = loop {
-        // Two that come at the same time are one.
-        let kill = Command::new("kill").args(["-TERM", &id]).status().expect("kill");
-        sent += i32::from(kill.success());
-        sleep(Duration::from_millis(100));
+    let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status();
+    assert!(kill.is_ok_and(|status| status.success()));
+    for _ in 0..300 {
         if let Some(status) = child.try_wait().expect("a child") {
-            break status;
+            assert_eq!(status.signal(), Some(libc::SIGTERM));
+            return;
         }
-        if sent == 50 {
-            child.kill().expect("a child");
-            panic!("it goes on after {sent} signals");
-        }
-    };
-    assert_eq!(status.code(), Some(130));
-    assert!(sent >= 2, "the first one waits for what is complete");
+        sleep(Duration::from_millis(100));
+    }
+    child.kill().expect("a child");
+    panic!("it goes on after the signal");
 }
 
 /// A job that replays a table of lengths, which the test writes.
@@ -205,7 +225,13 @@ fn resume_takes_nothing_over_from_another_trace() {
     for lengths in ["2000,1\n10,400\n", "10,400\n2000,1\n"] {
         let job = traced(folder.path(), lengths);
         let fresh = good(&words(&job));
-        assert_eq!(good(&[&words(&job)[..], &resumed].concat()), fresh);
+        if texts.is_empty() {
+            assert_eq!(good(&[&words(&job)[..], &resumed].concat()), fresh);
+        } else {
+            let error = bad(&[&words(&job)[..], &resumed].concat(), 2);
+            assert!(error.contains("the folder has the results of another job"), "{error}");
+            assert_eq!(good(&[&words(&job)[..], &resumed[..2]].concat()), fresh);
+        }
         texts.push(fresh);
     }
     let [first, second] = [0, 1].map(|at| serde_json::from_str::<Value>(&texts[at]).expect("JSON"));
@@ -225,7 +251,10 @@ fn a_trace_that_is_moved_is_the_same() {
         let job = traced(folder.path(), "10,2\nten,2\n30,4\n");
         let skip = ["--set", "workload.skip_damaged_lines=true"];
         let output = kvpool(&[&words(&job)[..], &skip].concat());
-        assert!(text(&output.stderr).starts_with("warning: 1 damaged line left out"));
+        assert!(
+            text(&output.stderr)
+                .starts_with("warning: 1 damaged line of the trace left out; the first: ")
+        );
         serde_json::from_str::<Value>(text(&output.stdout)).expect("JSON")
     });
     assert_eq!(first["workload"]["damaged_lines"], 1);
@@ -260,68 +289,42 @@ fn a_clock_that_ends_is_a_problem() {
     assert!(error.contains("expected how many arrive in a second, from 0.000001"), "{error}");
 }
 
-/// Runs a job whose trace comes through a pipe, and sends it a signal while it waits for that: the
-/// signal is there before the first variant begins.
-fn signalled(job: &mut Command, trace: &Path, signal: &str) -> Output {
-    let lengths = std::fs::read_to_string(trace).expect("there");
-    std::fs::remove_file(trace).expect("there");
-    assert!(Command::new("mkfifo").arg(trace).status().expect("mkfifo").success());
-    let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
-    // Waits for the reader, who listens to signals by then.
-    let mut writer = pipe_into(&mut child, trace);
-    let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
-    assert!(kill.is_ok_and(|status| status.success()));
-    writer.write_all(lengths.as_bytes()).expect("written");
-    drop(writer);
-    let output = child.wait_with_output().expect("ends");
-    std::fs::remove_file(trace).expect("there");
-    std::fs::write(trace, lengths).expect("written");
-    output
-}
-
 #[test]
 fn an_interrupted_job_leaves_results_that_have_more() {
     let folder = tempfile::tempdir().expect("a folder");
-    let job = traced(folder.path(), &"10,2\n".repeat(20));
-    let (trace, out) = (folder.path().join("lengths.csv"), folder.path().join("out"));
-    let to = |out: &Path| -> Vec<String> {
-        let out = out.to_str().expect("UTF-8").to_owned();
-        [&job[..], &["--out".to_owned(), out]].concat()
-    };
-    let whole = good(&words(&to(&out)));
-    let results = |out: &Path| std::fs::read_to_string(out.join("results.json")).expect("written");
-    assert_eq!(results(&out), whole);
-    let output = signalled(&mut command(&words(&to(&out))), &trace, "-TERM");
-    let error = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{error}");
-    let kept = format!(
-        "error: interrupted: 1 of 1 variant not run; {} keeps what an earlier run has, which is more\n",
-        out.display()
-    );
-    assert_eq!(error, kept);
-    assert_eq!(results(&out), whole);
-    // Where there is nothing to lose, what is complete is written.
-    let empty = folder.path().join("empty");
-    let output = signalled(&mut command(&words(&to(&empty))), &trace, "-TERM");
-    assert!(text(&output.stderr).contains("run it again with --out DIR --resume"));
-    let document: Value = serde_json::from_str(&results(&empty)).expect("JSON");
-    assert_eq!(document["runs"].as_array().map(Vec::len), Some(0));
+    let out = folder.path().join("out");
+    good(&[&LONG[..], &["--out", out.to_str().expect("UTF-8")]].concat());
+    let results = || std::fs::read_to_string(out.join("results.json")).expect("written");
+    let whole = results();
+    // The signal follows the handler at once, and the first variants take longer than that.
+    if let Some(error) = interrupted(&LONG, &out, Duration::ZERO) {
+        assert!(error.starts_with("error: interrupted: "), "{error}");
+        let kept =
+            format!("not run; {} keeps what an earlier run has, which is more\n", out.display());
+        assert!(error.ends_with(&kept), "{error}");
+    }
+    assert_eq!(results(), whole);
 }
 
 /// `nohup` starts a program with SIGHUP ignored.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let job = traced(folder.path(), &"10,2\n".repeat(20));
-    let trace = folder.path().join("lengths.csv");
-    let program = env!("CARGO_BIN_EXE_kvpool");
-    for (signals, signal) in [("HUP", "-HUP"), ("INT", "-INT"), ("TERM", "-TERM")] {
-        let script = format!("trap '' {signals}; exec \"$0\" \"$@\"");
+    // Sends the signal when the program has said what is to become of another one.
+    let signalled = |job: &mut Command, signal: &str, when: i32| {
+        let mut child = job.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("runs");
+        wait_until_it_listens(&mut child, when);
+        let kill = Command::new("kill").args([signal, &child.id().to_string()]).status();
+        assert!(kill.is_ok_and(|status| status.success()));
+        child.wait_with_output().expect("ends")
+    };
+    for (name, when) in [("HUP", libc::SIGTERM), ("INT", libc::SIGTERM), ("TERM", libc::SIGINT)] {
+        let script = format!("trap '' {name}; exec \"$0\" \"$@\"");
         let mut shell = Command::new("sh");
-        shell.args(["-c", &script, program]).args(&job);
-        let output = signalled(&mut shell, &trace, signal);
-        assert_eq!(output.status.code(), Some(0), "{signal}: {}", text(&output.stderr));
+        shell.args(["-c", &script, env!("CARGO_BIN_EXE_kvpool")]).args(LONG);
+        shell.current_dir(env!("CARGO_MANIFEST_DIR"));
+        let output = signalled(&mut shell, &format!("-{name}"), when);
+        assert_eq!(output.status.code(), Some(0), "{name}: {}", text(&output.stderr));
     }
     let own = std::fs::read_to_string("/proc/self/status").expect("Linux");
     let mask = own.lines().find_map(|line| line.strip_prefix("SigIgn:")).expect("a mask");
@@ -329,7 +332,11 @@ fn a_signal_that_is_ignored_at_the_start_stays_ignored() {
         println!("skipped: the tests themselves were started with SIGHUP ignored");
         return;
     }
-    let output = signalled(&mut command(&words(&job)), &trace, "-HUP");
+    let output = signalled(&mut command(&LONG), "-HUP", libc::SIGHUP);
+    if output.status.code() == Some(0) {
+        println!("skipped: it was faster than the signal");
+        return;
+    }
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("interrupted: "), "{}", text(&output.stderr));
 }
@@ -529,4 +536,70 @@ fn static_scales_are_not_said_to_be_measured() {
     let of_groups = job(&[set, "cache.int8.scale=per-group-32"]);
     assert!(of_groups.contains("#   int8/per-group-32: the largest error of "), "{of_groups}");
     assert!(!of_groups.contains("not measured"), "{of_groups}");
+}
+
+/// What has nothing to run says so; it is no table of zeros.
+#[test]
+fn a_trace_without_requests_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("out");
+    let job = traced(folder.path(), "");
+    let error = bad(&[&words(&job)[..], &["--out", out.to_str().expect("UTF-8")]].concat(), 1);
+    assert!(error.ends_with("lengths.csv: has no requests\n"), "{error}");
+    assert!(!out.join("results.json").exists());
+    let job = traced(folder.path(), "ten,2\n");
+    let skip = ["--set", "workload.skip_damaged_lines=true"];
+    let error = bad(&[&words(&job)[..], &skip].concat(), 1);
+    assert!(
+        error.contains("has no requests that can be read: 1 damaged line left out;"),
+        "{error}"
+    );
+    // One that has fewer than asked for is used, and said.
+    let job = traced(folder.path(), "10,2\n20,3\n");
+    let output = kvpool(&[&words(&job)[..], &["--set", "workload.requests=5"]].concat());
+    let said = "warning: the trace has 2 requests, and workload.requests asks for 5\n";
+    assert_eq!(text(&output.stderr), said);
+    let same = "columns={prompt='prompt',output='prompt'}";
+    let error = bad(&[&words(&job)[..], &["--set", &format!("workload.{same}")]].concat(), 1);
+    assert!(error.contains("are both \"prompt\"; expected two columns"), "{error}");
+}
+
+/// Where all candidates keep up with the arrivals, the one that needs the least memory is chosen,
+/// whichever was the best with all of it; and goals that nobody keeps are said to be that.
+#[test]
+fn recommend_looks_for_the_least_memory_in_every_mode() {
+    let job = [
+        "recommend",
+        "configs/claims/e-system-prompt.toml",
+        "--set",
+        "workload.requests=60",
+        "--set",
+        "limits.max_seqs=1",
+    ];
+    let out = good(&job);
+    assert!(out.contains("# Best: contiguous-f16: "), "{out}");
+    assert!(out.contains("#   contiguous-f16: more than 75 %"), "{out}");
+    assert!(out.contains("#   paged-b16-guaranteed-f16: 50 %: "), "{out}");
+    assert!(out.contains("# Chosen, for the least memory and then by rank: "), "{out}");
+    assert!(out.contains("\nmode = \"paged\"\n"), "{out}");
+    let goals = ["--set", "goals={first_token_ms=0.001,token_ms=0.001}"];
+    let out = good(&[&job[..], &goals].concat());
+    assert!(out.contains("# No candidate keeps [goals] with a single request"), "{out}");
+    assert!(out.contains("the measure is requests a second."), "{out}");
+    assert!(!out.contains(": 0.00/s"), "{out}");
+}
+
+/// The baseline has its memory from the same device as the others, and no plan.
+#[test]
+fn the_baseline_keeps_to_the_device_too() {
+    let job = ["configs/claims/b-fragmentation.toml", "--set", "workload.requests=20"];
+    let out = good(&["plan", job[0]]);
+    assert!(
+        out.contains("\nwithout a plan, as dynamic is a baseline that replays simulate: "),
+        "{out}"
+    );
+    let limit = ["--set", "device.memory_limit=1 GB"];
+    let error = bad(&[&["compare"], &job[..], &limit].concat(), 1);
+    assert!(error.contains("variant \"dynamic\": "), "{error}");
+    assert!(error.contains("device.memory_limit"), "{error}");
 }

@@ -95,7 +95,7 @@ fn edge_63_wrong_units() {
         ("\"budget:16 GiBs\"", "\"16 GiBs\" is not a size"),
         ("\"budget:0\"", "holds nothing"),
         ("\"budget:-4 GiB\"", "is not a size"),
-        ("\"budget:99999999999 TiB\"", "is not a size"),
+        ("\"budget:99999999999 TiB\"", "is 16 EiB or more"),
         ("\"tokens:0\"", "holds nothing"),
         ("\"tokens:1.5\"", "is not a whole number"),
         ("\"blocks:-8\"", "is not a whole number"),

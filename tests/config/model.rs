@@ -46,7 +46,7 @@ fn edge_53_unusable_scales_are_refused_by_name() {
         ("1e39", "inf is no"),
         ("1e-60", "0 is no"),
         ("\"big\"", "found the string \"big\""),
-        ("[0.5]", "has 1 entries for 2 layers"),
+        ("[0.5]", "has 1 entry for 2 layers"),
         ("[0.5, 0.5, 0.5]", "has 3 entries for 2 layers"),
     ] {
         let line = format!("k_scale = {value}");

@@ -164,7 +164,10 @@ fn edge_64_sweeps_are_checked_like_variants() {
         "sweep.0.mode.0",
         &["found the string \"pagd\"; expected"],
     );
-    refused_line(&text, 24, "mode = \"paged\"", "sweep.0.mode", &["found the string"]);
+    let help = "expected a list, such as mode = [\"paged\"]";
+    refused_line(&text, 24, "mode = \"paged\"", "sweep.0.mode", &["found the string", help]);
+    let help = "is an empty list; give it values, or leave it out for the file's own";
+    refused_line(&text, 24, "mode = []", "sweep.0.mode", &[help]);
     refused_line(&text, 24, "modes = [\"paged\"]", "sweep.0.modes", &["did you mean mode?"]);
     let twice =
         format!("{text}[[sweep]]\ntokens_per_block = [32, 64]\nmode = [\"paged\", \"hybrid\"]\n");

@@ -117,7 +117,18 @@ fn models_without_plain_k_and_v_are_refused_by_name() {
             .starts_with("config.json:2: layer_types: layer 1 is the string \"linear_attention\"")
     );
     let short = linear.replace(", \"linear_attention\"", "");
-    assert!(refused(&short).contains("layer_types: has 1 entries for 2 layers"));
+    assert!(refused(&short).contains("layer_types: has 1 entry for 2 layers"));
+    // Bamba's form, and a model that has no attention at all, whatever its file says of heads.
+    let bamba = linear.replace(
+        "\"layer_types\": [\"full_attention\", \"linear_attention\"]",
+        "\"attn_layer_indices\": [1]",
+    );
+    assert!(refused(&bamba).contains("attn_layer_indices: some layers are state-space layers"));
+    let mamba = bamba.replace("\"attn_layer_indices\": [1]", "\"model_type\": \"falcon_mamba\"");
+    assert!(
+        refused(&mamba)
+            .contains("config.json:2: model_type: its layers are recurrent or state-space")
+    );
     let shared = linear.replace("layer_types", "num_kv_shared_layers");
     assert!(refused(&shared).contains("num_kv_shared_layers: some layers have no K and V"));
 }

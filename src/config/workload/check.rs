@@ -1,5 +1,6 @@
 //! Which keys of `[workload]` go together.
 
+use super::super::complaint::short;
 use super::*;
 
 /// The most requests of a job: the list of their lengths is held in memory.
@@ -63,7 +64,7 @@ impl WorkloadConfig {
             return Err(Complaint::new("workload.requests", format!("{requests} is out of range")));
         }
         if !(self.length_scale > 0.0 && self.length_scale <= 1.0) {
-            let problem = format!("{} is out of range", self.length_scale);
+            let problem = format!("{} is out of range", short(self.length_scale));
             return Err(Complaint::new("workload.length_scale", problem));
         }
         self.check_hash_block()
@@ -188,7 +189,7 @@ impl WorkloadConfig {
             ("workload.requests_per_s", self.requests_per_s, MIN_REQUESTS_PER_S),
         ] {
             if let Some(rate) = rate.filter(|rate| !(least..=MAX_RATE).contains(rate)) {
-                return Err(Complaint::new(key, format!("{rate} is out of range")));
+                return Err(Complaint::new(key, format!("{} is out of range", short(rate))));
             }
         }
         let has_no_times = [WorkloadKind::Generator, WorkloadKind::OpenaiJsonl];

@@ -93,13 +93,8 @@ fn facts(page: &mut String, workload: &WorkloadSummary, runs: &[&VariantResult])
     page.push_str(
         ". Times are simulated from the file’s cost model; bytes are those of the planned pool.</p>",
     );
-    if workload.damaged_lines > 0 {
-        let _ = write!(
-            page,
-            "<p class=\"failed\">{} of the trace left out; the first: {}</p>",
-            counted(workload.damaged_lines, "damaged line"),
-            escaped(workload.first_damaged.as_deref().unwrap_or_default())
-        );
+    for warning in workload.warnings() {
+        let _ = write!(page, "<p class=\"failed\">{}</p>", escaped(&warning));
     }
 }
 

@@ -96,6 +96,11 @@ pub(super) fn in_short(runs: &[&VariantResult]) -> String {
     if text.is_empty() { text } else { format!("<h2>In short</h2><ul>{text}</ul>") }
 }
 
+/// A part of one in hundredths; of what is not done at all there is none.
+fn percent_or_off(number: f64) -> String {
+    if number.is_nan() { "off".to_owned() } else { percent_figure(number) }
+}
+
 /// One column of a table: its heading, its numbers, how they are written, and whether the largest
 /// (`Some(true)`) or the smallest is the best.
 struct Column {
@@ -120,7 +125,8 @@ pub(super) fn table(runs: &[&VariantResult]) -> String {
         column("wasted, mean", wasted, bytes, Some(false)),
     ];
     if runs.iter().any(|run| run.prefix_reuse) {
-        columns.push(column("tokens hit", |r| r.hit_rate, percent_figure, Some(true)));
+        let hit: Value = |r| if r.prefix_reuse { r.hit_rate } else { f64::NAN };
+        columns.push(column("tokens hit", hit, percent_or_off, Some(true)));
     }
     let name = if goals { "good requests/s" } else { "requests/s" };
     columns.push(column(name, rate, figure, Some(true)));

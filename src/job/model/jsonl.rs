@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::output::replace_bytes;
 use super::super::random::{mix, scramble};
+use super::super::reader::json_problem;
 use super::batch::{Answer, Listener, Request};
 use super::sample::Sampling;
 use super::tokenizer::Tokenizer;
@@ -171,7 +172,8 @@ pub fn read(
         }
         let given: PromptLine = serde_json::from_str(text).map_err(|error| {
             failed(format!(
-                "{error}; expected an object such as {{\"prompt\": \"Once\", \"n\": 2}}"
+                "{}; expected an object such as {{\"prompt\": \"Once\", \"n\": 2}}",
+                json_problem(&error)
             ))
         })?;
         let sampling = Sampling {

@@ -79,6 +79,12 @@ impl Columns {
         };
         let prompt = find("prompt", &named.prompt, PROMPT)?;
         let output = find("output", &named.output, OUTPUT)?;
+        if prompt == output {
+            return Err(format!(
+                "workload.columns.prompt and workload.columns.output are both {:?}; expected two columns",
+                names[prompt]
+            ));
+        }
         let arrival = match (&named.arrival, named.arrival_unit) {
             (Some(name), Some(unit)) => Some((find("arrival", &Some(name.clone()), &[])?, unit)),
             _ => ARRIVAL.iter().find_map(|(name, unit)| Some((place(name)?, *unit))),

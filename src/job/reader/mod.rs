@@ -167,6 +167,11 @@ fn tokens(column: &str, text: &str) -> Result<u32, String> {
     }
 }
 
+/// What serde says of a line of JSON, without the line: that is 1 for it, whatever the file's is.
+pub(super) fn json_problem(error: &serde_json::Error) -> String {
+    error.to_string().replace(" at line 1 column ", " at column ")
+}
+
 /// The beginning of a text, enough to recognise it by.
 fn shortened(text: &str) -> &str {
     match text.char_indices().nth(60) {

@@ -2,7 +2,8 @@
 
 use serde::Deserialize;
 
-use super::{Row, shortened};
+use super::{Row, json_problem, shortened};
+use crate::units::counted;
 
 /// The longest line, its end included: of a prompt of some four million tokens.
 pub(super) const MAX_LINE_BYTES: u64 = 1 << 17;
@@ -26,7 +27,9 @@ struct Line {
 /// The request of a line, or what is wrong with it.
 pub(super) fn row(line: &str, block_tokens: u32, hash_ids: &mut Vec<u64>) -> Result<Row, String> {
     let Line { timestamp, input_length, output_length, hash_ids: ids } = serde_json::from_str(line)
-        .map_err(|error| format!("{error} in {:?}…; {EXPECTED}", shortened(line)))?;
+        .map_err(|error| {
+            format!("{} in {:?}…; {EXPECTED}", json_problem(&error), shortened(line))
+        })?;
     let lengths = [("input_length", input_length), ("output_length", output_length)];
     if let Some((key, _)) = lengths.iter().find(|(_, length)| *length == 0) {
         return Err(format!("{key} is 0; expected a whole number of tokens, 1 or more"));
@@ -38,9 +41,9 @@ pub(super) fn row(line: &str, block_tokens: u32, hash_ids: &mut Vec<u64>) -> Res
     let blocks = input_length.div_ceil(block_tokens);
     if ids.len() as u64 != u64::from(blocks) {
         return Err(format!(
-            "hash_ids has {} entries; expected {blocks}, one for each {block_tokens} of {input_length} \
+            "hash_ids has {}; expected {blocks}, one for each {block_tokens} of {input_length} \
              tokens (workload.hash_block_tokens)",
-            ids.len()
+            counted(ids.len() as u64, "entry")
         ));
     }
     hash_ids.extend(ids);

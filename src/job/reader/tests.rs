@@ -188,7 +188,7 @@ fn mooncake_traces_are_read() {
     assert_eq!(ids, [0, 1, 2]);
     for (line, words) in [
         ("{}", "missing field `timestamp`"),
-        ("x", "expected value at line 1 column 1 in \"x\""),
+        ("x", "expected value at column 1 in \"x\""),
         (hashed(0, 0, 3).as_str(), "input_length is 0; expected a whole number"),
         (hashed(0, 3, 0).as_str(), "output_length is 0"),
         (

@@ -6,10 +6,10 @@ use crate::config::ArrivalUnit;
 /// What a unit looks like.
 pub(super) const fn expected(unit: ArrivalUnit) -> &'static str {
     match unit {
-        ArrivalUnit::Nanoseconds => "a number of nanoseconds",
-        ArrivalUnit::Microseconds => "a number of microseconds",
-        ArrivalUnit::Milliseconds => "a number of milliseconds",
-        ArrivalUnit::Seconds => "a number of seconds",
+        ArrivalUnit::Nanoseconds => "a number of nanoseconds, 0 or more",
+        ArrivalUnit::Microseconds => "a number of microseconds, 0 or more",
+        ArrivalUnit::Milliseconds => "a number of milliseconds, 0 or more",
+        ArrivalUnit::Seconds => "a number of seconds, 0 or more",
         ArrivalUnit::DateTime => "a date and time such as 2023-11-16 18:15:46.68",
     }
 }
@@ -54,7 +54,7 @@ fn date_time(text: &str) -> Option<i64> {
     let (hour, minute, second) = (times.next()??, times.next()??, times.next()??);
     let in_range = (1970..=2200).contains(&year)
         && (1..=12).contains(&month)
-        && (1..=31).contains(&day)
+        && (1..=days_of(year, month)).contains(&day)
         && hour < 24
         && minute < 60
         && second <= 60;
@@ -77,6 +77,12 @@ fn digits(text: &str) -> Option<i64> {
     plain.then(|| text.parse().ok()).flatten()
 }
 
+/// Days of a month in the Gregorian calendar.
+fn days_of(year: i64, month: i64) -> i64 {
+    let (next_year, next) = if month == 12 { (year + 1, 1) } else { (year, month + 1) };
+    days(next_year, next, 1) - days(year, month, 1)
+}
+
 /// Days since 1970-01-01 in the Gregorian calendar. Years begin in March here, so that the day
 /// that leap years have more is their last.
 fn days(year: i64, month: i64, day: i64) -> i64 {
@@ -96,6 +102,7 @@ mod tests {
             ("1970-01-01 00:00:00", 0, 0),
             ("1970-03-01T00:00:00Z", 59 * 86_400, 0),
             ("2000-02-29 23:59:59.5", 951_868_799, 500_000_000),
+            ("2000-12-31 00:00:00", 978_220_800, 0),
             ("2023-11-16 18:15:46.6805900", 1_700_158_546, 680_590_000),
             ("2024-05-12 00:00:00.001163+00:00", 1_715_472_000, 1_163_000),
         ] {
@@ -107,6 +114,11 @@ mod tests {
             "t",
             "2023-11-16",
             "2023-13-16 00:00:00",
+            "2023-02-30 00:00:00",
+            "2023-02-29 00:00:00",
+            "2100-02-29 00:00:00",
+            "2023-04-31 00:00:00",
+            "2023-12-32 00:00:00",
             "2023-11-16 24:00:00",
             "2023-11-16 18:15",
             "2023-11-16 18:15:46.x",

@@ -27,6 +27,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use super::meter::{float, mean};
+use super::output::go_on;
+use super::replay_output;
 use super::tokens::Tokens;
 use super::workload::{self, Request, Requests};
 use super::workload_of;
@@ -73,7 +75,8 @@ pub(super) struct Shared<'a> {
 /// runs, and the others run.
 ///
 /// # Errors
-/// A file without `[workload]` or that computes, or a trace that cannot be read.
+/// A file without `[workload]` or that computes, or a trace that cannot be read;
+/// [`JobError::OtherJob`] when the results to go on with have no variant of this job.
 pub fn replay(
     source: &Source,
     options: &ReplayOptions<'_>,
@@ -96,15 +99,20 @@ pub fn replay(
     };
     let all = source.variants();
     let variants = all.len();
+    let of =
+        |(name, config): &(String, Config)| fingerprint(name, config, &source.geometry, &summary);
+    let fingerprints: Vec<String> = all.iter().map(of).collect();
+    go_on(replay_output::done(options.done), &fingerprints)?;
     let of_shard = |index: usize| options.shard.is_none_or(|(k, n)| index % n == k - 1);
-    let mine: Vec<(usize, String, Config)> = all
+    let mine: Vec<Variant> = all
         .into_iter()
+        .zip(fingerprints)
         .enumerate()
         .filter(|(index, _)| of_shard(*index))
-        .map(|(index, (name, config))| (index, name, config))
+        .map(|(index, ((name, config), fingerprint))| Variant { index, name, config, fingerprint })
         .collect();
     observer.begins(mine.len(), &summary);
-    let runs = run_all(&shared, &mine, &summary, options, observer);
+    let runs = run_all(&shared, &mine, options, observer);
     Ok(Replay {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         config: toml::to_string_pretty(&source.config).unwrap_or_default(),
@@ -114,22 +122,29 @@ pub fn replay(
     })
 }
 
+/// One variant of the file.
+struct Variant {
+    /// Its place there, counted from 0.
+    index: usize,
+    name: String,
+    config: Config,
+    fingerprint: String,
+}
+
 /// Plans every variant, then replays those that can run.
 fn run_all(
     shared: &Shared<'_>,
-    variants: &[(usize, String, Config)],
-    summary: &WorkloadSummary,
+    variants: &[Variant],
     options: &ReplayOptions<'_>,
     observer: &dyn ReplayObserver,
 ) -> Vec<Replayed> {
     let mut runs = Vec::new();
     let mut ready = Vec::new();
-    for (index, name, config) in variants {
-        let fingerprint = fingerprint(name, config, shared.geometry, summary);
+    for Variant { index, name, config, fingerprint } in variants {
         let before = options
             .done
             .iter()
-            .find(|run| matches!(run, Replayed::Done(_)) && run.fingerprint() == fingerprint);
+            .find(|run| matches!(run, Replayed::Done(_)) && run.fingerprint() == *fingerprint);
         if let Some(Replayed::Done(run)) = before {
             runs.push(Replayed::Done(Box::new(VariantResult { index: *index, ..(**run).clone() })));
             continue;
@@ -139,14 +154,14 @@ fn run_all(
             Err(error) => runs.push(Replayed::Failed(VariantFailure {
                 variant: name.clone(),
                 index: *index,
-                fingerprint,
+                fingerprint: fingerprint.clone(),
                 mode: config.cache.mode,
                 error: format!("variant {name:?}: {error}"),
             })),
         }
     }
     runs.iter().for_each(|run| observer.finished(run));
-    let threads = variants.first().map_or(1, |(_, _, config)| threads(config)).min(ready.len());
+    let threads = variants.first().map_or(1, |variant| threads(&variant.config)).min(ready.len());
     let (next, results) = (AtomicUsize::new(0), Mutex::new(runs));
     let work = || {
         while let Some((index, name, fingerprint, replayer)) = ready.get(next.fetch_add(1, Relaxed))
@@ -181,7 +196,7 @@ fn threads(config: &Config) -> usize {
 pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
     let digest = format!("{:016x}", requests.digest());
     let damaged = (requests.damaged_lines, requests.first_damaged.clone());
-    let capped_outputs = requests.capped_outputs;
+    let Requests { capped_outputs, missing_requests, .. } = *requests;
     let requests = &requests.list;
     let sum = |of: fn(&Request) -> u32| requests.iter().map(|r| u64::from(of(r))).sum::<u64>();
     let prompt_tokens = sum(|request| request.prompt_tokens);
@@ -198,6 +213,7 @@ pub(super) fn summarize(requests: &Requests) -> WorkloadSummary {
         damaged_lines: damaged.0,
         first_damaged: damaged.1,
         capped_outputs,
+        missing_requests,
         digest,
     }
 }

@@ -7,7 +7,7 @@ use super::distribution::Summary;
 use super::picture::Picture;
 use super::series::Point;
 use crate::config::CacheMode;
-use crate::units::counted;
+use crate::units::{counted, grouped};
 
 /// A replayed job: one entry a variant, in the order of the file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -50,6 +50,9 @@ pub struct WorkloadSummary {
     /// become, since nothing says how long they are.
     #[serde(default, skip_serializing_if = "is_none")]
     pub capped_outputs: u64,
+    /// How many requests `workload.requests` asks for beyond those that the trace has.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub missing_requests: u64,
     /// A hash of all requests, in hexadecimal digits: lengths, arrivals, contents, their order.
     /// Empty in results of a kvpool that did not write it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -62,6 +65,27 @@ fn is_none(count: &u64) -> bool {
 }
 
 impl WorkloadSummary {
+    /// What the workload is without, a line each.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.damaged_lines > 0 {
+            warnings.push(format!(
+                "{} of the trace left out; the first: {}",
+                counted(self.damaged_lines, "damaged line"),
+                self.first_damaged.as_deref().unwrap_or_default()
+            ));
+        }
+        if self.missing_requests > 0 {
+            warnings.push(format!(
+                "the trace has {}, and workload.requests asks for {}",
+                counted(self.requests, "request"),
+                grouped(self.requests + self.missing_requests)
+            ));
+        }
+        warnings
+    }
+
     /// What is to be said of the lengths of answers that nobody knows.
     #[must_use]
     pub fn about_outputs(&self) -> Option<String> {

@@ -96,6 +96,17 @@ impl<'a> Replayer<'a> {
                     .and_then(|bytes| bytes.try_mul(u64::from(plan.limits.max_seq_len)))
                     .map_err(PlanError::from)?,
             };
+            if let Some(limit) = config.device.memory_limit.filter(|limit| bytes > *limit) {
+                return Err(OpenError::Plan(PlanError::MemoryTooSmall {
+                    needed: bytes,
+                    pool: bytes,
+                    host: Bytes::ZERO,
+                    workspace: Bytes::ZERO,
+                    available: limit,
+                    source_of_limit: "device.memory_limit",
+                    worst_case: config.pool.capacity == Capacity::WorstCase,
+                }));
+            }
             return Ok(Self { shared, config, cost, plan, dynamic_bytes: Some(bytes.get()) });
         }
         let plan = Plan::new(&config, shared.geometry)?;

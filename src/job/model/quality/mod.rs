@@ -19,6 +19,7 @@ use crate::cache::{BeginOptions, Cache, SeqHandle};
 use crate::config::{CacheMode, Capacity, Config, ContiguousLayers, HybridConfig, Int8Config};
 use crate::error::ModelError;
 use crate::plan::Plan;
+use crate::units::counted;
 
 /// Tokens that are read at once.
 const PIECE: usize = 64;
@@ -101,10 +102,10 @@ pub fn measure(
     // The window behind those that are measured gives the static scales.
     if windows.len() <= options.windows || options.window_tokens < 2 || options.windows == 0 {
         return Err(ModelError::Setting(format!(
-            "{} windows of {} tokens were asked for, and one more to take static scales from; the text has {} tokens",
-            options.windows,
-            options.window_tokens,
-            tokens.len()
+            "{} of {} asked for, and one more to take static scales from; the text has {}",
+            counted(options.windows as u64, "window"),
+            counted(options.window_tokens as u64, "token"),
+            counted(tokens.len() as u64, "token")
         )));
     }
     let (measured, rest) = windows.split_at(options.windows);

@@ -21,7 +21,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::{Row, shortened};
+use super::{Row, json_problem, shortened};
 use crate::config::{LengthDistribution, WorkloadConfig};
 use crate::job::generator;
 use crate::job::random::{Rng, mix};
@@ -69,7 +69,7 @@ struct Message<'a> {
 
 /// A text, or parts of which each must be one.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "content is no text, and no list of parts")]
 enum Content<'a> {
     Text(#[serde(borrow)] Cow<'a, str>),
     Parts(#[serde(borrow)] Vec<Part<'a>>),
@@ -85,7 +85,7 @@ struct Part<'a> {
 
 /// A text, its tokens, or a list of one text.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "prompt is no text, no list of tokens, and no list of texts")]
 enum Prompt<'a> {
     Text(#[serde(borrow)] Cow<'a, str>),
     Tokens(Vec<u32>),
@@ -124,8 +124,9 @@ impl Requests {
 
     /// The request of a line and the hashes of its prompt, or what is wrong with it.
     pub(super) fn row(&mut self, line: &str, hash_ids: &mut Vec<u64>) -> Result<Row, String> {
-        let Line { body, own } = serde_json::from_str(line)
-            .map_err(|error| format!("{error} in {:?}…; {EXPECTED}", shortened(line)))?;
+        let Line { body, own } = serde_json::from_str(line).map_err(|error| {
+            format!("{} in {:?}…; {EXPECTED}", json_problem(&error), shortened(line))
+        })?;
         let body = body.unwrap_or(own);
         if body.n.is_some_and(|answers| answers != 1) {
             return Err("n is not 1; a request of a workload has one answer".to_owned());

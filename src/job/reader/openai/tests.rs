@@ -40,10 +40,10 @@ fn lists_of_tokens_need_no_tokenizer() {
 fn edge_63_what_is_no_request_is_refused() {
     for (line, words) in [
         ("{}", "has no messages and no prompt; expected {\"messages\""),
-        ("x", "expected value at line 1 column 1 in \"x\""),
-        ("{\"prompt\": 4, \"max_tokens\": 1}", "did not match any variant"),
+        ("x", "expected value at column 1 in \"x\""),
+        ("{\"prompt\": 4, \"max_tokens\": 1}", "prompt is no text, no list of tokens, and no list"),
         ("{\"prompt\": [], \"max_tokens\": 1}", "the prompt has no tokens"),
-        ("{\"prompt\": [-1], \"max_tokens\": 1}", "did not match any variant"),
+        ("{\"prompt\": [-1], \"max_tokens\": 1}", "prompt is no text, no list of tokens"),
         ("{\"prompt\": [1]}", "has no max_tokens; give it, or say how long answers are"),
         ("{\"prompt\": [1], \"max_tokens\": 0}", "max_tokens is 0"),
         ("{\"prompt\": [1], \"max_tokens\": -2}", "invalid value: integer `-2`"),
