@@ -150,7 +150,7 @@ fn the_c_interface_allocates_nothing() {
         status
     };
     let counted = allocations(|| {
-        for prompt in prompts.iter().cycle().take(400) {
+        for (turn, prompt) in prompts.iter().cycle().take(400).enumerate() {
             // SAFETY: numbers.
             let mut begun: kvpool_begun_t = unsafe { std::mem::zeroed() };
             let size = size_of::<kvpool_begun_t>();
@@ -186,6 +186,15 @@ fn the_c_interface_allocates_nothing() {
                 });
             }
             note(kvpool_cache_release(cache, begun.sequence));
+            if turn % 5 == 0 {
+                // Later, as often as there is room to remember it and more; with its step or behind it.
+                for _ in 0..90 {
+                    note(kvpool_cache_release_later(cache, begun.sequence));
+                }
+                if turn % 2 == 0 {
+                    note(kvpool_step_cancel_later(cache, step));
+                }
+            }
             note(kvpool_step_commit(cache, step));
             note(kvpool_step_commit(cache, step));
             let mut view = std::ptr::null_mut();

@@ -112,7 +112,7 @@ struct Engine {
     std::string folder;   // of saves
     bool blocks = false;  // whether there is a prefix index
     uint64_t saves = 0;
-    uint64_t tokens_checked = 0, forks = 0, rewinds = 0, cancels = 0, refusals = 0, pins = 0;
+    uint64_t tokens_checked = 0, forks = 0, rewinds = 0, cancels = 0, refusals = 0, pins = 0, ends = 0;
 };
 
 inline Shape shape_of(const kvpool::Cache& cache) {

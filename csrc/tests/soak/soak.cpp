@@ -116,19 +116,19 @@ int main(int argc, char** argv) {
 
     const auto stats = engine.cache.stats().value();
     std::printf(
-        "begun %llu, refused %llu, steps %llu, cancelled %llu, forks %llu, rewinds %llu, pins %llu, saves "
-        "%llu, "
+        "begun %llu, refused %llu, steps %llu, cancelled %llu, forks %llu, rewinds %llu, pins %llu, "
+        "owners that ended beside verbs %llu, saves %llu, "
         "hits %llu of %llu tokens, copies on write %llu, evictions %llu, tokens read back %llu\n",
         static_cast<unsigned long long>(stats.seqs_begun), static_cast<unsigned long long>(engine.refusals),
         static_cast<unsigned long long>(stats.steps_committed),
         static_cast<unsigned long long>(stats.steps_cancelled), static_cast<unsigned long long>(engine.forks),
         static_cast<unsigned long long>(engine.rewinds), static_cast<unsigned long long>(engine.pins),
-        static_cast<unsigned long long>(engine.saves),
+        static_cast<unsigned long long>(engine.ends), static_cast<unsigned long long>(engine.saves),
         static_cast<unsigned long long>(stats.prefix_hit_tokens),
         static_cast<unsigned long long>(stats.prefix_query_tokens),
         static_cast<unsigned long long>(stats.cow_copies), static_cast<unsigned long long>(stats.evictions),
         static_cast<unsigned long long>(engine.tokens_checked));
-    CHECK(engine.forks > 0 && engine.rewinds > 0 && engine.cancels > 0 && engine.refusals > 0);
+    CHECK(engine.forks > 0 && engine.rewinds > 0 && engine.cancels > 0 && engine.refusals > 0 && engine.ends > 0);
     CHECK(stats.prefix_hit_tokens > 0 && engine.tokens_checked > 0);
     std::filesystem::remove_all(engine.folder);
     if (engine.blocks) {

@@ -20,6 +20,9 @@ public:
                 const std::lock_guard<std::mutex> turn(engine_.turn);
                 one();
             }
+            // Without a turn, beside other threads' verbs and open steps: owners end.
+            ended_.clear();
+            ended_pins_.clear();
             // Without a turn: what any thread may call at any time.
             if (random_.one_in(64)) look();
         }
@@ -139,7 +142,8 @@ private:
             if (layer == 1 && !ids_.empty()) attend(*step, layer);
         }
         if (cancelled) {
-            CHECK(step->cancel().ok());
+            // By its verb, or at the step's end.
+            if (random_.one_in(2)) CHECK(step->cancel().ok());
             ++engine_.cancels;
             return;
         }
@@ -241,14 +245,23 @@ private:
 
     void release(Live& live) {
         check(live);
-        CHECK(timed(engine_.others, [&] { return live.sequence.release(); }).ok());
+        if (random_.one_in(2)) {
+            CHECK(timed(engine_.others, [&] { return live.sequence.release(); }).ok());
+        } else {
+            ended_.push_back(std::move(live.sequence));
+            ++engine_.ends;
+        }
         std::swap(live, live_.back());
         live_.pop_back();
     }
 
     void pin(Live& live) {
         if (!pins_.empty()) {
-            CHECK(pins_.back().unpin().ok());
+            if (random_.one_in(2)) {
+                CHECK(pins_.back().unpin().ok());
+            } else {
+                ended_pins_.push_back(std::move(pins_.back()));
+            }
             pins_.pop_back();
             return;
         }
@@ -342,6 +355,9 @@ private:
     uint32_t number_;
     std::vector<Live> live_;
     std::vector<kvpool::Pin> pins_;
+    // Owners that end when the turn is over.
+    std::vector<kvpool::Sequence> ended_;
+    std::vector<kvpool::Pin> ended_pins_;
     std::vector<uint32_t> prompt_, ids_;
     std::vector<kvpool::StepItem> items_;
     std::vector<Row> rows_;

@@ -121,6 +121,10 @@ pub(super) enum Op {
     },
     /// Behind which every handle is stale.
     Close(u8),
+    ReleaseLater(Which),
+    UnpinLater(Which),
+    CancelLater(Which),
+    CancelReservationLater(Which),
 }
 
 #[derive(Clone, Copy, Debug, Arbitrary)]

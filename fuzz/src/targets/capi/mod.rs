@@ -120,6 +120,12 @@ fn call(opened: &Opened, op: &Op, h: &mut Handles) -> kvpool_status_t {
         // Not too often: what follows is refused.
         Op::Close(often) if often.is_multiple_of(8) => kvpool_cache_close(cache),
         Op::Close(_) => kvpool_cache_check(cache),
+        Op::ReleaseLater(which) => kvpool_cache_release_later(cache, h.seq(which)),
+        Op::UnpinLater(which) => kvpool_cache_unpin_later(cache, h.pin(which)),
+        Op::CancelLater(which) => kvpool_step_cancel_later(cache, h.step(which)),
+        Op::CancelReservationLater(which) => {
+            kvpool_cache_cancel_reservation_later(cache, h.reservation(which))
+        }
     }
 }
 
