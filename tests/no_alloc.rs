@@ -139,7 +139,7 @@ fn the_c_interface_allocates_nothing() {
     };
     let prompts: Vec<Vec<u32>> = (0..8).map(|at| (at % 3..at % 3 + 16).collect()).collect();
     let out = out.as_mut_ptr();
-    let mut alive: Vec<kvpool_seq_t> = Vec::with_capacity(4);
+    let mut alive: Vec<kvpool_seq_t> = Vec::with_capacity(prompts.len() * 50);
     let (mut done, mut refused) = (0, 0);
     let mut note = |status: kvpool_status_t| {
         if status == KVPOOL_OK {

@@ -75,7 +75,7 @@
  * refused for an open step or another thread's verb, wait for nobody and make nobody busy. What the handle names
  * goes at once where nobody is in the cache and no step is open, otherwise as soon as that is so, at the latest
  * before the next verb or reader of the cache sees anything; an open step that is given back goes before all
- * others. Until then it is there, and its handle good. A handle whose object is gone by then does nothing.
+ * others. (From within a callback nothing goes at once.) Until then it is there, and its handle good. A handle whose object is gone by then does nothing.
  * KVPOOL_BUSY: more wait than the cache has sequences, reservations and pins, which only handles that are given
  * back more than once can do.
  *

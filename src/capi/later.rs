@@ -66,9 +66,9 @@ impl Later {
         let (waiting, steps) =
             (self.waiting.load(Ordering::Relaxed), self.steps.load(Ordering::Relaxed));
         // Both change under the lock alone.
-        let is_full = if is_step { steps >= STEPS } else { waiting - steps >= self.limit };
-        if is_full {
-            return Err(CallError::TooManyWait { limit: self.limit });
+        let (used, limit) = if is_step { (steps, STEPS) } else { (waiting - steps, self.limit) };
+        if used >= limit {
+            return Err(CallError::TooManyWait { limit });
         }
         list.push(ended);
         self.steps.fetch_add(usize::from(is_step), Ordering::Release);
@@ -83,18 +83,16 @@ impl Later {
     }
 
     /// Does what can be done now: a step that ended goes first, since it is in the way of all
-    /// others, and these in their order, unless a step is open.
+    /// others, and these in their order, unless a step is open. Tells whether anything was.
     #[inline]
-    pub(super) fn settle(&self, open: &mut Open) {
-        if self.is_some() {
-            self.settle_some(open);
-        }
+    pub(super) fn settle(&self, open: &mut Open) -> bool {
+        self.is_some() && self.settle_some(open)
     }
 
     #[cold]
-    fn settle_some(&self, open: &mut Open) {
+    fn settle_some(&self, open: &mut Open) -> bool {
         if self.steps.load(Ordering::Acquire) == 0 && open.cache.has_open_step() {
-            return;
+            return false;
         }
         let mut own = std::mem::take(&mut open.ended);
         std::mem::swap(&mut *self.list.lock().unwrap_or_else(PoisonError::into_inner), &mut own);
@@ -122,6 +120,7 @@ impl Later {
         self.waiting.fetch_sub(all - left, Ordering::Release);
         drop(list);
         open.ended = own;
+        all > left
     }
 }
 

@@ -146,18 +146,29 @@ impl Object {
     }
 
     /// Gives back what was written down while others were in the cache, unless somebody is again: who
-    /// leaves does it.
+    /// leaves does it, and looks again, for what came while it did.
     #[inline]
     fn settle(&self) {
-        if self.later.is_some()
+        while self.later.is_some()
             && let Some(mut open) = self.open.try_look()
         {
+            let mut any = false;
             // A panic poisons the cache, which all who come later are told.
             let _ = self.run(|| {
-                self.later.settle(&mut open);
+                any = self.later.settle(&mut open);
                 Ok(())
             });
+            if !any {
+                // A step is open.
+                break;
+            }
         }
+    }
+
+    /// Whether something waits to be given back.
+    #[cfg(test)]
+    pub(super) fn keeps_for_later(&self) -> bool {
+        self.later.is_some()
     }
 }
 

@@ -120,22 +120,34 @@ fn what_is_given_back_later_waits_for_nobody() {
         assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_OK);
         given.wait();
     });
-    // The reader did it on its way out.
-    assert_eq!(
-        reader(cache, |open| {
-            assert_eq!(open.cache.stats().seqs, 0);
-            Ok(())
-        }),
-        KVPOOL_OK
-    );
+    // The reader did it on its way out: nobody has come since.
+    let waits = || CACHES.get(cache).expect("open").keeps_for_later();
+    assert!(!waits());
+    assert_eq!(kvpool_cache_release(cache, begun.sequence), KVPOOL_STALE_HANDLE);
+    // With nobody there it goes at once, whoever else gives back meanwhile.
+    for _ in 0..200 {
+        let [(_, a), (_, b)] = [(); 2].map(|()| begin(cache, &[1, 2, 3]));
+        let both = Barrier::new(2);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                both.wait();
+                assert_eq!(kvpool_cache_release_later(cache, a.sequence), KVPOOL_OK);
+            });
+            both.wait();
+            assert_eq!(kvpool_cache_release_later(cache, b.sequence), KVPOOL_OK);
+        });
+        assert!(!waits());
+    }
     let (_, begun) = begin(cache, &[1, 2, 3]);
     let status = verb(cache, |_| {
         call_back(|| {
             assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_OK);
+            assert!(waits());
         });
         Ok(())
     });
     assert_eq!(status, KVPOOL_OK);
+    assert!(!waits());
     assert_eq!(kvpool_cache_release(cache, begun.sequence), KVPOOL_STALE_HANDLE);
     assert_eq!(kvpool_cache_close(cache), KVPOOL_OK);
     assert_eq!(kvpool_cache_release_later(cache, begun.sequence), KVPOOL_STALE_HANDLE);

@@ -417,8 +417,10 @@ fn merge(shards: &[PathBuf], json: bool, out: Option<&Path>) -> Result<(), CliEr
         let problem = format!("{file} is a file; give the folder that it is in, {folder}");
         return Err(JobError::Merge { problem }.into());
     }
-    let kinds = shards.iter().map(|folder| computed::is_in(folder));
-    let (computed, replayed): (Vec<_>, Vec<_>) = shards.iter().zip(kinds).partition(|(_, is)| *is);
+    // What has no results is told as that, below.
+    let there = || shards.iter().filter(|folder| folder.join("results.json").is_file());
+    let kinds = there().map(|folder| computed::is_in(folder));
+    let (computed, replayed): (Vec<_>, Vec<_>) = there().zip(kinds).partition(|(_, is)| *is);
     if let (Some((one, _)), Some((other, _))) = (computed.first(), replayed.first()) {
         let (one, other) = (one.display(), other.display());
         let problem = format!("{one} has the results of a job that computes, and {other} has not");

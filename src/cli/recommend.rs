@@ -6,7 +6,7 @@ use super::{CliError, print};
 use crate::config::{Format, Source};
 use crate::job::Silent;
 use crate::job::recommend::{
-    Measure, Recommendation, Smaller, best_of_kinds, different, recommend,
+    Measure, Recommendation, Smaller, best_of_kinds, different, recommend, share_of,
 };
 use crate::job::replay::VariantResult;
 use crate::units::{Bytes, grouped};
@@ -84,11 +84,12 @@ fn least(
         return format!("{}: does not keep it in the file's capacity", kind.variant);
     }
     let own = |less: &&Smaller| less.of == kind.variant && measure.keeps(&less.result, top);
-    match smaller.iter().filter(own).min_by_key(|less| less.share) {
-        Some(Smaller { share, result, .. }) => {
+    let all = smaller.iter().filter(own).map(|less| &less.result).chain([kind]);
+    match all.min_by_key(|result| result.pool_bytes).map(|result| (share_of(result, top), result)) {
+        Some((share, result)) if share < 100 => {
             format!("{}: {share} %: {}", kind.variant, numbers(measure, result))
         }
-        None => format!("{}: more than 75 %", kind.variant),
+        _ => format!("{}: more than 75 %", kind.variant),
     }
 }
 

@@ -43,6 +43,9 @@ pub struct Computed {
     pub comparisons: Vec<Comparison>,
     /// How many variants the job has.
     pub variants: usize,
+    /// What tells each of them from others; empty in results that were read.
+    #[serde(skip)]
+    pub fingerprints: Vec<String>,
 }
 
 /// One variant.
@@ -100,10 +103,11 @@ pub fn compute(
     let fingerprints: Vec<String> = all.iter().map(of).collect();
     go_on(done(options.done), &fingerprints)?;
     let mut runs = Vec::new();
-    for (index, ((name, config), fingerprint)) in all.into_iter().zip(fingerprints).enumerate() {
+    for (index, (name, config)) in all.into_iter().enumerate() {
         if options.shard.is_some_and(|(k, n)| index % n != k - 1) {
             continue;
         }
+        let fingerprint = fingerprints[index].clone();
         let before = (options.done.iter())
             .find(|done| matches!(done.run, Run::Done(_)) && done.fingerprint == fingerprint);
         if let Some(done) = before {
@@ -131,7 +135,10 @@ pub fn compute(
     let config = toml::to_string_pretty(&source.config).unwrap_or_default();
     let version = env!("CARGO_PKG_VERSION").to_owned();
     let comparisons = Vec::new();
-    Ok(Computed { version, config, workload: summary, runs, comparisons, variants }.compared())
+    let workload = summary;
+    let computed =
+        Computed { version, config, workload, runs, comparisons, variants, fingerprints };
+    Ok(computed.compared())
 }
 
 impl Computed {
@@ -236,8 +243,16 @@ impl Shard for Computed {
         self.runs.sort_by_key(|run| run.index);
     }
 
-    fn keep(&mut self, wanted: impl Fn(usize) -> bool) {
-        self.runs.retain(|run| wanted(run.index));
+    fn job(&self) -> &[String] {
+        &self.fingerprints
+    }
+
+    fn place(&mut self, place: impl Fn(&str, usize) -> Option<usize>) {
+        self.runs.retain_mut(|run| {
+            let place = place(&run.fingerprint, run.index);
+            run.index = place.unwrap_or(run.index);
+            place.is_some()
+        });
     }
 
     fn variants(&self) -> impl Iterator<Item = (usize, &str)> {
@@ -272,6 +287,7 @@ mod tests {
             runs: indexes.iter().map(run).collect(),
             comparisons: Vec::new(),
             variants: 4,
+            fingerprints: Vec::new(),
         }
         .compared()
     }

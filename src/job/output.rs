@@ -109,20 +109,29 @@ pub(super) trait Shard {
     fn sort(&mut self);
     /// The places in the file and the names of the variants.
     fn variants(&self) -> impl Iterator<Item = (usize, &str)>;
-    /// Leaves only the variants with certain places in the file.
-    fn keep(&mut self, wanted: impl Fn(usize) -> bool);
+    /// The fingerprints of all variants of its job, in the order of the file; empty where these are
+    /// results that were read.
+    fn job(&self) -> &[String];
+    /// Gives variants their places, told by fingerprint and the place that they had; leaves out those
+    /// that get none.
+    fn place(&mut self, place: impl Fn(&str, usize) -> Option<usize>);
 }
 
-/// Newer results, and of older ones of the same job the variants that these have not: shards that
-/// are written into one folder one after the other come to the whole job.
+/// Newer results, and of older ones the variants that these have not: those of the same settings
+/// and workload, as `--resume` tells them. So shards that are written into one folder one after the
+/// other come to the whole job.
 pub(super) fn with_others<S: Shard + Clone>(new: &S, old: Option<S>) -> S {
     let mut all = new.clone();
-    if let Some(mut old) = old.filter(|old| old.is_of_same_job(new)) {
-        let places: HashSet<usize> = new.variants().map(|(index, _)| index).collect();
-        old.keep(|index| !places.contains(&index));
-        all.take_runs(old);
-        all.sort();
-    }
+    let Some(mut old) = old else { return all };
+    let taken: HashSet<usize> = new.variants().map(|(index, _)| index).collect();
+    let is_same = old.is_of_same_job(new);
+    old.place(|fingerprint, index| {
+        let own = new.job().iter().position(|own| own == fingerprint);
+        let place = if new.job().is_empty() { is_same.then_some(index) } else { own };
+        place.filter(|place| !taken.contains(place))
+    });
+    all.take_runs(old);
+    all.sort();
     all
 }
 

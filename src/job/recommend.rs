@@ -59,8 +59,6 @@ pub struct Recommendation {
 pub struct Smaller {
     /// The candidate's name.
     pub of: String,
-    /// How much of the best candidate's memory it had, in hundredths.
-    pub share: u64,
     /// What came out.
     pub result: VariantResult,
 }
@@ -135,22 +133,29 @@ pub fn recommend(
     let top = ranked.first().ok_or_else(none)?.clone();
     // The best of every kind: one that is no better than others with all of the memory may be the
     // one that needs the least of it.
-    let kinds: Vec<VariantConfig> = (best_of_kinds(&ranked).iter())
+    let kinds: Vec<(VariantConfig, u64)> = (best_of_kinds(&ranked).iter())
         .filter(|result| measure.keeps(result, &top))
-        .filter_map(|result| named(&candidates.config.variant, &result.variant))
+        .filter_map(|result| {
+            let kind = named(&candidates.config.variant, &result.variant)?;
+            Some((kind, share_of(result, &top)))
+        })
         .collect();
     let smaller = with_less(source, &kinds, top.pool_bytes, observer)?;
-    let full =
-        ranked.iter().map(|result| (share_of(result, &top), result, result.variant.as_str(), None));
-    let less = smaller.iter().map(|Smaller { of, share, result }| {
+    let full = ranked.iter().map(|result| (result, result.variant.as_str(), None));
+    let less = smaller.iter().map(|Smaller { of, result }| {
         let capacity = Capacity::Budget(Bytes(result.pool_bytes));
-        (*share, result, of.as_str(), Some(capacity))
+        (result, of.as_str(), Some(capacity))
     });
-    let least = full
-        .chain(less)
-        .filter(|(_, result, ..)| measure.keeps(result, &top))
-        .min_by(|a, b| a.0.cmp(&b.0).then_with(|| better(measure, a.1, b.1)));
-    let (_, best, of, capacity) = least.ok_or_else(none)?;
+    // Of those with as little, the better one, and then what takes fewer bytes. (The places of the two lists
+    // have nothing to do with each other.)
+    let least = full.chain(less).filter(|(result, ..)| measure.keeps(result, &top)).min_by(
+        |(a, ..), (b, ..)| {
+            (share_of(a, &top).cmp(&share_of(b, &top)))
+                .then_with(|| worth(measure, a, b))
+                .then_with(|| a.pool_bytes.cmp(&b.pool_bytes))
+        },
+    );
+    let (best, of, capacity) = least.ok_or_else(none)?;
     let chosen = named(&candidates.config.variant, of).ok_or_else(none)?;
     let capacity = capacity.or(chosen.capacity);
     let best = best.clone();
@@ -159,9 +164,10 @@ pub fn recommend(
     Ok(Recommendation { config, best, ranked, measure, smaller, refused, errors })
 }
 
-/// How much of the best candidate's memory another one takes with the file's capacity, rounded up to
-/// what is tried: a slot or a block less is not less.
-fn share_of(result: &VariantResult, top: &VariantResult) -> u64 {
+/// How much of the best candidate's memory another one takes, in hundredths, rounded up to what is
+/// tried: a slot or a block less is not less.
+#[must_use]
+pub fn share_of(result: &VariantResult, top: &VariantResult) -> u64 {
     let is_within = |share: &u64| {
         u128::from(result.pool_bytes) * 100 <= u128::from(top.pool_bytes) * u128::from(*share)
     };
@@ -184,26 +190,36 @@ pub fn best_of_kinds(ranked: &[VariantResult]) -> Vec<&VariantResult> {
     kinds
 }
 
-/// Replays candidates with parts of some memory, the largest part first.
+/// Replays candidates with parts of some memory, the largest part first, and of each those that are
+/// less than it takes anyway.
 fn with_less(
     source: &Source,
-    kinds: &[VariantConfig],
+    kinds: &[(VariantConfig, u64)],
     bytes: u64,
     observer: &dyn ReplayObserver,
 ) -> Result<Vec<Smaller>, JobError> {
-    let parts = || SHARES.iter().flat_map(|share| kinds.iter().map(move |kind| (*share, kind)));
-    let less = parts().map(|(share, kind)| VariantConfig {
-        name: format!("{} with {share} %", kind.name),
+    let name = |kind: &VariantConfig, share: u64| format!("{} with {share} %", kind.name);
+    let parts: Vec<(u64, &VariantConfig)> = SHARES
+        .iter()
+        .flat_map(|share| kinds.iter().map(move |(kind, own)| (*share, kind, *own)))
+        .filter(|(share, _, own)| share < own)
+        .map(|(share, kind, _)| (share, kind))
+        .collect();
+    if parts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let less = parts.iter().map(|(share, kind)| VariantConfig {
+        name: name(kind, *share),
         capacity: Some(Capacity::Budget(Bytes(bytes / 100 * share))),
-        ..kind.clone()
+        ..(*kind).clone()
     });
     let report =
         replay(&source.with_variants(less.collect()), &ReplayOptions::default(), observer)?;
     let (done, _) = results(report);
-    // Those that do not fit are not among the results; the others know their place.
+    // Those that do not fit are not among the results.
     let of = |result: VariantResult| {
-        let (share, kind) = parts().nth(result.index)?;
-        Some(Smaller { of: kind.name.clone(), share, result })
+        let (_, kind) = parts.iter().find(|(share, kind)| name(kind, *share) == result.variant)?;
+        Some(Smaller { of: kind.name.clone(), result })
     };
     Ok(done.into_iter().filter_map(of).collect())
 }
@@ -275,12 +291,16 @@ fn results(report: Replay) -> (Vec<VariantResult>, Vec<String>) {
 /// shorter wait. Numbers count in steps of a thousandth: on the same step the plainer one wins.
 /// Whether two numbers are close would be no order: a is close to b and b to c, and a not to c.
 fn better(measure: Measure, a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
-    let score = |result| measure.score(result);
+    worth(measure, a, b).then_with(|| a.index.cmp(&b.index))
+}
+
+/// The same of results of different replays, whose places say nothing of each other.
+fn worth(measure: Measure, a: &VariantResult, b: &VariantResult) -> std::cmp::Ordering {
+    let score = |result| step(measure.score(result));
     (b.requests_completed.cmp(&a.requests_completed))
-        .then_with(|| step(score(b)).cmp(&step(score(a))))
+        .then_with(|| score(b).cmp(&score(a)))
         .then_with(|| step(a.first_token_ms.p99).cmp(&step(b.first_token_ms.p99)))
         .then_with(|| a.preemptions.cmp(&b.preemptions))
-        .then_with(|| a.index.cmp(&b.index))
 }
 
 /// Which step of a thousandth a number is on, counted from 1; the same on every machine.

@@ -195,8 +195,16 @@ impl Shard for Replay {
         self.runs.sort_by_key(Replayed::index);
     }
 
-    fn keep(&mut self, wanted: impl Fn(usize) -> bool) {
-        self.runs.retain(|run| wanted(run.index()));
+    fn job(&self) -> &[String] {
+        &self.fingerprints
+    }
+
+    fn place(&mut self, place: impl Fn(&str, usize) -> Option<usize>) {
+        self.runs.retain_mut(|run| {
+            let place = place(run.fingerprint(), run.index());
+            run.set_index(place.unwrap_or(run.index()));
+            place.is_some()
+        });
     }
 
     fn variants(&self) -> impl Iterator<Item = (usize, &str)> {
@@ -231,6 +239,7 @@ mod tests {
             workload: WorkloadSummary::default(),
             runs: indexes.iter().map(run).collect(),
             variants: 4,
+            fingerprints: Vec::new(),
         }
     }
 
@@ -262,6 +271,40 @@ mod tests {
             let key = key.as_str();
             assert!(COLUMNS.contains(&key) != NESTED.contains(&key), "{key}");
         }
+    }
+
+    /// Told by what they were made from, wherever they stood: a file may have got a variant more.
+    #[test]
+    fn what_a_folder_has_of_the_same_job_stays() {
+        let named = |fingerprint: &str, index: usize| {
+            let fingerprint = fingerprint.to_owned();
+            Replayed::Done(Box::new(VariantResult {
+                fingerprint,
+                index,
+                ..VariantResult::default()
+            }))
+        };
+        let old = Replay {
+            config: "another text".to_owned(),
+            runs: vec![named("a", 0), named("b", 1), named("gone", 2), named("c", 3)],
+            ..report(&[])
+        };
+        let new = Replay {
+            runs: vec![named("b", 2)],
+            fingerprints: ["z", "a", "b", "c"].map(str::to_owned).to_vec(),
+            ..report(&[])
+        };
+        let folder = tempfile::tempdir().expect("a folder");
+        write(&old, folder.path()).expect("written");
+        write(&new, folder.path()).expect("written");
+        let all = read(folder.path()).expect("a result").expect("there");
+        let runs: Vec<_> = all.runs.iter().map(|run| (run.index(), run.fingerprint())).collect();
+        assert_eq!(runs, [(1, "a"), (2, "b"), (3, "c")]);
+        assert_eq!(all.config, new.config);
+        // Of another job nothing stays.
+        let other = Replay { fingerprints: vec!["q".to_owned()], ..report(&[]) };
+        write(&other, folder.path()).expect("written");
+        assert!(read(folder.path()).expect("a result").expect("there").runs.is_empty());
     }
 
     #[test]

@@ -342,7 +342,6 @@ void ends_are_in_nobodys_way(long steps) {
         if (i % 3 == 1) {
             CHECK(step.cancel().ok());
         }
-        // A reader shows nothing that was given back before, unless a step is open.
         CHECK(cache.check().ok());
     }
     over = true;

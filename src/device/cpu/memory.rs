@@ -139,12 +139,13 @@ fn touch(bytes: &mut [u8], threads: usize) {
         }
     };
     std::thread::scope(|scope| {
-        let _blocked = Blocked::new();
+        let blocked = Blocked::new();
         for _ in 1..threads {
             if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;
             }
         }
+        drop(blocked);
         work();
     });
 }

@@ -3,7 +3,12 @@
 //! A signal that is sent to a process goes to any of its threads that does not block it. A program
 //! that blocks some in its own threads, to wait for them in one, knows nothing of ours.
 
-/// Blocks all signals of this thread for as long as it lives: a thread that is made meanwhile has
+/// What a thread is sent for what it does itself: blocked, it would end the program past all handlers.
+#[cfg(unix)]
+const FAULTS: [libc::c_int; 6] =
+    [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS];
+
+/// Blocks the process's signals in this thread for as long as it lives: a thread that is made meanwhile has
 /// them blocked from its start.
 #[derive(Debug)]
 pub(super) struct Blocked {
@@ -23,13 +28,17 @@ impl Blocked {
     }
 }
 
-/// The signals that were blocked before. `None` where the system refuses: then all is as it was.
+/// Blocks them; those that were blocked before. `None` where the system refuses: then all is as it was.
 #[cfg(unix)]
 fn block_all() -> Option<libc::sigset_t> {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: a place for a set.
     unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    for fault in FAULTS {
+        // SAFETY: a set that was filled.
+        unsafe { libc::sigdelset(all.as_mut_ptr(), fault) };
+    }
     // SAFETY: a set that was filled, and a place for one.
     let refused =
         unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), before.as_mut_ptr()) };
@@ -65,6 +74,9 @@ mod tests {
         drop(blocked);
         for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGUSR1, libc::SIGALRM] {
             assert_eq!(inner >> (signal - 1) & 1, 1, "{signal}");
+        }
+        for fault in FAULTS {
+            assert_eq!(inner >> (fault - 1) & 1, before >> (fault - 1) & 1, "{fault}");
         }
         assert_eq!(mask(), before, "as it was");
     }

@@ -229,6 +229,7 @@ mod tests {
             runs: runs.into_iter().enumerate().map(one).collect(),
             comparisons: Vec::new(),
             variants: 4,
+            fingerprints: Vec::new(),
         };
         report.comparisons = report.report().comparisons;
         let page = html(&report);

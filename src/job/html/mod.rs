@@ -175,6 +175,7 @@ mod tests {
             },
             runs: (0..4).map(run).collect(),
             variants: 4,
+            fingerprints: Vec::new(),
         };
         let page = html(&report);
         assert!(page.contains("&lt;v1&gt;") && !page.contains("<v1>"));

@@ -106,7 +106,7 @@ pub fn replay(
     let of_shard = |index: usize| options.shard.is_none_or(|(k, n)| index % n == k - 1);
     let mine: Vec<Variant> = all
         .into_iter()
-        .zip(fingerprints)
+        .zip(fingerprints.iter().cloned())
         .enumerate()
         .filter(|(index, _)| of_shard(*index))
         .map(|(index, ((name, config), fingerprint))| Variant { index, name, config, fingerprint })
@@ -119,6 +119,7 @@ pub fn replay(
         workload: summary,
         runs,
         variants,
+        fingerprints,
     })
 }
 

@@ -22,6 +22,9 @@ pub struct Replay {
     pub runs: Vec<Replayed>,
     /// How many variants the job has.
     pub variants: usize,
+    /// What tells each of them from others; empty in results that were read.
+    #[serde(skip)]
+    pub fingerprints: Vec<String>,
 }
 
 /// What all variants were given.
@@ -125,6 +128,14 @@ impl Replayed {
         match self {
             Self::Done(run) => run.index,
             Self::Failed(run) => run.index,
+        }
+    }
+
+    /// Gives it another place.
+    pub(in crate::job) fn set_index(&mut self, index: usize) {
+        match self {
+            Self::Done(run) => run.index = index,
+            Self::Failed(run) => run.index = index,
         }
     }
 
