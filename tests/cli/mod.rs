@@ -2,6 +2,7 @@
 //! it share, and what concerns files and command lines themselves.
 
 mod bench;
+mod recommend;
 mod replay;
 mod run;
 
